@@ -1,0 +1,52 @@
+"""mlxdet: train a small GPT on MLX so that the same seed gives the same bits, and prove it or say where it breaks.
+
+Importing this package imports neither MLX nor numpy: names are loaded when they are first used, and MLX only after the
+backend has pinned its environment.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlxdet.config import TrainConfig
+    from mlxdet.errors import Fault, MlxdetError, UsageError
+    from mlxdet.seeds import BatchRng, Splitmix64, batch_rng, parse_seed, seed_everything, stream
+    from mlxdet.training.loop import resume, train
+    from mlxdet.training.run import Run
+
+__all__ = [
+    "BatchRng",
+    "Fault",
+    "MlxdetError",
+    "Run",
+    "Splitmix64",
+    "TrainConfig",
+    "UsageError",
+    "batch_rng",
+    "parse_seed",
+    "resume",
+    "seed_everything",
+    "stream",
+    "train",
+]
+
+_HOME = {
+    "mlxdet.config": ("TrainConfig",),
+    "mlxdet.errors": ("Fault", "MlxdetError", "UsageError"),
+    "mlxdet.seeds": ("BatchRng", "Splitmix64", "batch_rng", "parse_seed", "seed_everything", "stream"),
+    "mlxdet.training.loop": ("resume", "train"),
+    "mlxdet.training.run": ("Run",),
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'mlxdet' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

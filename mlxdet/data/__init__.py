@@ -1,0 +1,19 @@
+"""Text, tokens, order and batches. Numpy only: nothing here imports MLX, so threads may run all of it."""
+
+from mlxdet.data.batches import Batch, Prefetcher, TextBatches
+from mlxdet.data.text import ByteCorpus, Corpus, Location, TokenizedCorpus, open_corpus
+from mlxdet.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "Batch",
+    "ByteCorpus",
+    "Corpus",
+    "Location",
+    "Prefetcher",
+    "TextBatches",
+    "TokenizedCorpus",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_corpus",
+    "train_tokenizer",
+]

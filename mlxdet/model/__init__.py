@@ -1,0 +1,1 @@
+"""The GPT, its initial weights, and the gradient of its embedding."""

@@ -1,0 +1,28 @@
+"""Which kernels the model uses on which device."""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxdet.backends import Backend
+from mlxdet.model import fastmath
+from mlxdet.model.gpt import Ops
+
+
+def _fused_attention(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+
+
+def _cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(logits, targets, reduction="none")
+
+
+def ops_for(backend: Backend) -> Ops:
+    """Return the kernels for `backend`: MLX's own, except on the CPU (too slow) and where `backend` says they race."""
+    if backend.name == "cpu":
+        return Ops(mx.fast.layer_norm, fastmath.attention, fastmath.gelu, fastmath.cross_entropy)
+    layer_norm, attention = mx.fast.layer_norm, _fused_attention
+    if backend.norms == "plain":
+        from mlxdet.backends.cuda.norms import layer_norm
+    if backend.attention == "plain":
+        from mlxdet.backends.cuda.attention import attention
+    return Ops(layer_norm, attention, nn.gelu, _cross_entropy)

@@ -1,0 +1,230 @@
+"""Checkpoints: canonical files, published whole or not at all, proven whole before a byte of them is used.
+
+    checkpoints/00000100/model.safetensors      weights
+    checkpoints/00000100/optimizer.safetensors  AdamW's moments, `<weight>.m` and `<weight>.v`, and `step`
+    checkpoints/00000100/state.json             step, SHA-256 of the other two, recipe digest, and a checksum of itself
+
+A checkpoint is written in a directory beside its final name, each file synced, `state.json` last, then renamed into
+place: a crash at any moment leaves the earlier checkpoints as they were and no half one under a checkpoint's name.
+Nothing in it depends on time, host or path, so that two equal runs have equal files.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+import numpy as np
+
+from mlxdet.errors import Fault, UsageError
+from mlxdet.formats import FormatError, Tensor
+from mlxdet.formats.safetensors import read_safetensors, write_safetensors
+from mlxdet.formats.tensor import from_numpy
+from mlxdet.training.step import State
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_UNFINISHED = ".unfinished-"
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename or a new name in `path` survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(handle: int) -> None:
+    """Make written bytes survive a power cut. On macOS fsync alone leaves them in the drive's cache."""
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(handle)
+
+
+@contextmanager
+def saving(what: str, kept: str) -> Iterator[None]:
+    """Turn a failure of the file system while saving `what` into a Fault that says what is still good."""
+    try:
+        yield
+    except OSError as error:
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+        raise Fault(f"cannot save {what}: {reason}; {kept}") from error
+
+
+class _Hashed:
+    """A file that hashes what is written to it."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.sha, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self.sha.update(view)
+        self.size += view.nbytes
+        self.file.write(view)
+        return view.nbytes
+
+
+def _write(path: Path, fill: Callable[[Any], None]) -> dict[str, Any]:
+    with path.open("xb") as file:
+        hashed = _Hashed(file)
+        fill(hashed)
+        file.flush()
+        sync_file(file.fileno())
+    return {"bytes": hashed.size, "sha256": hashed.sha.hexdigest()}
+
+
+def _dump(content: dict[str, Any]) -> bytes:
+    """The one spelling of a state.json: sorted keys, a checksum over the rest, a final newline."""
+    body = json.dumps(content, sort_keys=True)
+    check = hashlib.sha256(body.encode()).hexdigest()
+    return (json.dumps({**content, "check": check}, sort_keys=True, indent=1) + "\n").encode()
+
+
+def directory(checkpoints: Path, step: int) -> Path:
+    """Return the directory of the checkpoint after `step` steps."""
+    return checkpoints / f"{step:08d}"
+
+
+def published(checkpoints: Path) -> list[int]:
+    """Return the steps of all checkpoints, ascending: the directories with a number for a name and a state.json."""
+    if not checkpoints.is_dir():
+        return []
+    found = (p for p in checkpoints.iterdir() if re.fullmatch(r"[0-9]{8,}", p.name) and (p / STATE).exists())
+    return sorted(int(p.name) for p in found)
+
+
+def save(checkpoints: Path, state: State, recipe: str) -> Path:
+    """Publish `state` as a checkpoint and return its directory.
+
+    `recipe` is the digest of what the run is made of. Raises Fault if a weight or moment is not finite, or if the disk is
+    full: then the earlier checkpoints are untouched.
+    """
+    final = directory(checkpoints, state.step)
+    steps = published(checkpoints)
+    kept = f"the last good checkpoint is step {steps[-1]}" if steps else "there is no earlier checkpoint"
+    model = {name: from_numpy(np.array(w)) for name, w in state.weights.items()}
+    optimizer = {f"{name}.m": from_numpy(np.array(m)) for name, m in state.first.items()}
+    optimizer |= {f"{name}.v": from_numpy(np.array(v)) for name, v in state.second.items()}
+    for name, tensor in (model | optimizer).items():
+        if not np.isfinite(tensor.to_numpy()).all():
+            raise Fault(f"step {state.step}: tensor {name} is not finite, so it is not saved; {kept}")
+    optimizer["step"] = from_numpy(np.array(state.step, np.uint64))
+    temporary = checkpoints / f"{_UNFINISHED}{state.step:08d}"
+    with saving(str(final), kept):
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            files = {
+                MODEL: _write(temporary / MODEL, lambda f: write_safetensors(f, model)),
+                OPTIMIZER: _write(temporary / OPTIMIZER, lambda f: write_safetensors(f, optimizer)),
+            }
+            content = {"format": 1, "step": state.step, "recipe": recipe, "files": files}
+            _write(temporary / STATE, lambda f: f.write(_dump(content)))
+            sync_directory(temporary)
+            if final.exists():  # a directory of that name without a state.json: not a checkpoint
+                shutil.rmtree(final)
+            temporary.rename(final)
+            sync_directory(checkpoints)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return final
+
+
+def rotate(checkpoints: Path, keep: int) -> list[int]:
+    """Remove all but the newest `keep` checkpoints (0: none) and return the steps removed."""
+    old = published(checkpoints)[:-keep] if keep > 0 else []
+    for step in old:
+        # state.json first: from then on the directory is no checkpoint, whatever happens to the rest.
+        path = directory(checkpoints, step)
+        (path / STATE).unlink()
+        shutil.rmtree(path)
+    return old
+
+
+def sweep(checkpoints: Path) -> None:
+    """Remove what a crash while saving or rotating left behind. Only while holding the run's lock."""
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        emptied = re.fullmatch(r"[0-9]{8,}", path.name) and path.is_dir() and not (path / STATE).exists()
+        if path.name.startswith(_UNFINISHED) or emptied:
+            shutil.rmtree(path)
+
+
+def load(path: Path, recipe: str | None = None) -> State:
+    """Read the checkpoint in directory `path`, proven whole, as a State.
+
+    Raises UsageError, naming the file, if anything is missing, truncated or changed by a single bit, or (where `recipe`
+    is given) if it belongs to another run.
+    """
+    content = _read_state(path)
+    way_out = f"remove {path} to go on from the checkpoint before it"
+    if recipe is not None and content["recipe"] != recipe:
+        raise UsageError(f"{path / STATE}: this checkpoint was written by a run of another recipe; {way_out}")
+    trees: dict[str, dict[str, np.ndarray]] = {}
+    for name in (MODEL, OPTIMIZER):
+        file, said = path / name, content["files"][name]
+        try:
+            size, sha = file.stat().st_size, _sha256(file)
+            if size != said["bytes"] or sha != said["sha256"]:
+                what = f"{size} bytes instead of {said['bytes']}" if size != said["bytes"] else "changed since it was saved"
+                raise UsageError(f"{file}: damaged ({what}); {way_out}")
+            tensors, _ = read_safetensors(file)
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be read ({error.strerror}); {way_out}") from None
+        except FormatError as error:
+            raise UsageError(f"{error}; {way_out}") from None
+        trees[name] = {k: _array(t) for k, t in tensors.items()}
+    model, optimizer = trees[MODEL], trees[OPTIMIZER]
+    step = int(optimizer.pop("step"))
+    names = {f"{k}.{moment}" for k in model for moment in "mv"}
+    if step != content["step"] or set(optimizer) != names:
+        odd = sorted(set(optimizer) ^ names)
+        raise UsageError(f"{path / OPTIMIZER}: does not belong to {MODEL} (step {step}, {', '.join(odd[:5])}); {way_out}")
+    return State(
+        {k: mx.array(v) for k, v in model.items()},
+        {k: mx.array(optimizer[f"{k}.m"]) for k in model},
+        {k: mx.array(optimizer[f"{k}.v"]) for k in model},
+        step,
+    )
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return np.array(tensor.to_numpy())  # a copy: the file may be replaced while MLX still reads lazily
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    file = path / STATE
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
+    try:
+        content = json.loads(raw)
+        del content["check"]
+        whole = _dump(content) == raw
+    except (ValueError, TypeError, KeyError, RecursionError):
+        whole = False
+    if not whole:
+        raise UsageError(f"{file}: damaged; remove {path} to go on from the checkpoint before it")
+    if content["format"] != 1:
+        raise UsageError(f"{file}: checkpoint format {content['format']} is not one this mlxdet reads (1)")
+    return content

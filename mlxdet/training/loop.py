@@ -1,0 +1,345 @@
+"""Training a run: make it or take it up again, then step, log, validate, save, until done or told to stop.
+
+The host stays off the critical path: step s+1 is queued before the result of step s is read and logged. That is safe for
+a step that went wrong, because its update was withheld on the device (`Outcome.applied`), and whatever was queued behind it
+is dropped with the process's state; nothing is saved after it.
+"""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mlxdet import backends
+from mlxdet import config as configs
+from mlxdet.config import TrainConfig
+from mlxdet.data.batches import Batch, Prefetcher, TextBatches
+from mlxdet.data.text import Corpus, open_corpus
+from mlxdet.errors import Fault, UsageError
+from mlxdet.seeds import Splitmix64, seed_everything, stream
+from mlxdet.training import provenance
+from mlxdet.training.run import METRICS, Logs, Run, create, recipe
+
+
+class Listener(Protocol):
+    """What a training tells whoever watches. Nothing it does reaches a bit of the result."""
+
+    def started(self, run: Run, step: int) -> None: ...
+    def stepped(self, record: dict[str, Any], timing: dict[str, Any]) -> None: ...
+    def validated(self, step: int, loss: float) -> None: ...
+    def sampled(self, step: int, text: str) -> None: ...
+    def saved(self, step: int, path: Path) -> None: ...
+    def stopped(self, run: Run, step: int, reason: str) -> None: ...
+
+
+class Quiet:
+    """A listener that does nothing."""
+
+    def started(self, run: Run, step: int) -> None: ...
+    def stepped(self, record: dict[str, Any], timing: dict[str, Any]) -> None: ...
+    def validated(self, step: int, loss: float) -> None: ...
+    def sampled(self, step: int, text: str) -> None: ...
+    def saved(self, step: int, path: Path) -> None: ...
+    def stopped(self, run: Run, step: int, reason: str) -> None: ...
+
+
+def train(
+    config: TrainConfig | None = None,
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    listener: Listener | None = None,
+) -> Run:
+    """Train a new run in directory `out` (default: a free name under runs/) and return it.
+
+    `run.stopped` is "done", or "interrupted" after SIGINT or SIGTERM (saved, can be resumed). Raises UsageError before
+    anything is written, Fault when training had to stop: a non-finite loss, a full disk.
+    """
+    config = (config or TrainConfig()).resolve()
+    backend = backends.activate(config.loop.device, config.loop.kernels)
+    config = replace(config, loop=replace(config.loop, device=backend.name))
+    corpus = _corpus(config)
+    batches = text_batches(config, corpus)
+    described = corpus.describe()
+    manifest = {
+        "format": 1,
+        "config": config.as_dict(),
+        "recipe": recipe(config, described),
+        "argv": sys.argv,
+        "corpus": described,
+        "train_tokens": batches.train_tokens,
+        "val_tokens": batches.val_tokens,
+        "parameters": _parameters(config, corpus.vocab_size),
+        "environment": backend.fingerprint(),
+        "code": provenance.code_identity(),
+    }
+    run = create(Path(out) if out is not None else _free_name(config), manifest, overwrite)
+    try:
+        return _Trainer(run, config, corpus, batches, backend, listener or Quiet()).train(None)
+    finally:
+        run.release()
+
+
+def resume(
+    path: str | Path,
+    *,
+    changes: dict[str, Any] | None = None,
+    inexact: bool = False,
+    listener: Listener | None = None,
+) -> Run:
+    """Go on with the run in directory `path` from its newest checkpoint (from the start if it has none) and return it.
+
+    `changes` sets fields that change speed or comfort only; any other is refused with a field-by-field diff. A changed
+    corpus is refused. So is a changed environment, unless `inexact` accepts that the rest may have other bits.
+    """
+    run = Run(path)
+    config = run.config.replace(**(changes or {}))
+    decisive = configs.differences(run.config, config)
+    if decisive:
+        diff = "".join(f"\n  {configs.flag(n)}: the run has {a!r}, asked for {b!r}" for n, a, b in decisive)
+        raise UsageError(f"{run.path}: a resume cannot change what decides the bits of the run:{diff}")
+    backend = backends.activate(config.loop.device, config.loop.kernels)
+    corpus = _corpus(config)
+    described = corpus.describe()
+    if described["digest"] != run.manifest["corpus"]["digest"]:
+        raise UsageError(f"{run.path}: the text is not the one this run was trained on:{_corpus_diff(run, described)}")
+    differ = provenance.environment_differences(run.manifest["environment"], backend.fingerprint())
+    if differ and not inexact:
+        diff = "".join(f"\n  {n}: the run has {a!r}, here it is {b!r}" for n, a, b in differ)
+        raise UsageError(
+            f"{run.path}: this is a different environment, so the rest may have other bits:{diff}\n"
+            f"Go back to the run's environment, or give --inexact to go on all the same"
+        )
+    batches = text_batches(config, corpus)
+    run.acquire()
+    try:
+        return _Trainer(run, config, corpus, batches, backend, listener or Quiet()).train([list(d) for d in differ])
+    finally:
+        run.release()
+
+
+def _corpus(config: TrainConfig) -> Corpus:
+    cache = Path(config.data.cache_dir) if config.data.cache_dir else None
+    return open_corpus(config.data.data, config.data.tokenizer, cache, config.data.unk_limit)
+
+
+def text_batches(config: TrainConfig, corpus: Corpus) -> TextBatches:
+    """Return the batches of a resolved config over its corpus."""
+    assert config.model.context and config.seeds.data_seed is not None
+    return TextBatches(
+        corpus,
+        context=config.model.context,
+        batch=config.optim.batch,
+        accumulation=config.optim.accumulation,
+        order=config.data.order,
+        data_seed=config.seeds.data_seed,
+        val_fraction=config.data.val_fraction,
+        val_windows=config.loop.val_windows,
+    )
+
+
+def open_data(run: Run) -> tuple[Corpus, TextBatches]:
+    """Return the corpus and batches of a run, the corpus checked against the manifest. Does not import MLX."""
+    corpus = _corpus(run.config)
+    if corpus.describe()["digest"] != run.manifest["corpus"]["digest"]:
+        raise UsageError(f"{run.path}: the text is not the one this run was trained on:{_corpus_diff(run, corpus.describe())}")
+    return corpus, text_batches(run.config, corpus)
+
+
+def _corpus_diff(run: Run, now: dict[str, Any]) -> str:
+    a, b = provenance.flat(run.manifest["corpus"]), provenance.flat(now)
+    return "".join(f"\n  {k}: the run has {a.get(k)!r}, here it is {b.get(k)!r}" for k in a | b if a.get(k) != b.get(k))
+
+
+def _parameters(config: TrainConfig, vocab: int) -> int:
+    from mlxdet.model.gpt import shapes
+
+    return sum(int(np.prod(shape)) for shape in shapes(config.model, vocab).values())
+
+
+def _free_name(config: TrainConfig) -> Path:
+    base, n = f"runs/{config.model.preset}-s{config.seeds.seed}", 1
+    while Path(name := base if n == 1 else f"{base}-{n}").exists():
+        n += 1
+    return Path(name)
+
+
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """Yield an event that SIGINT or SIGTERM sets. A second signal ends the process as usual."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    names = (signal.SIGINT, signal.SIGTERM)
+    old = {name: signal.getsignal(name) for name in names}
+
+    def handle(number: int, frame: Any) -> None:
+        asked.set()
+        for name in names:
+            signal.signal(name, old[name])
+
+    for name in names:
+        signal.signal(name, handle)
+    try:
+        yield asked
+    finally:
+        for name in names:
+            signal.signal(name, old[name])
+
+
+class _Trainer:
+    """One training of one run: what the steps share. MLX is imported here, after the backend was pinned."""
+
+    def __init__(
+        self, run: Run, config: TrainConfig, corpus: Corpus, batches: TextBatches, backend: Any, listener: Listener
+    ):
+        import mlx.core as mx
+
+        from mlxdet.training import checkpoint
+        from mlxdet.training.evaluate import Evaluator
+        from mlxdet.training.step import TrainStep, initial_state
+
+        self.mx, self.checkpoint = mx, checkpoint
+        self.run, self.config, self.corpus, self.batches, self.listener = run, config, corpus, batches, listener
+        seed_everything(config.seeds.seed)
+        if config.loop.cache_limit is not None:
+            mx.set_cache_limit(int(config.loop.cache_limit * 1e9))
+        self.step_fn = TrainStep(config, corpus.vocab_size, backend)
+        self.evaluator = Evaluator(config, backend)
+        checkpoint.sweep(run.checkpoints)
+        self.state = run.state() if run.steps() else initial_state(config, corpus.vocab_size)
+        self._check_shapes()
+        self.windows = batches.validation(config.optim.batch) if batches.val_tokens else []
+        self.tokens_per_step = int(np.prod(batches.shape[:2])) * config.model.context  # type: ignore[operator]
+        self._rested = 0.0
+
+    def _check_shapes(self) -> None:
+        from mlxdet.model.gpt import shapes
+
+        want = shapes(self.config.model, self.corpus.vocab_size)
+        have = {k: tuple(w.shape) for k, w in self.state.weights.items()}
+        if want != have:
+            odd = [f"{k}: {have.get(k, 'missing')} instead of {want.get(k, 'nothing')}" for k in sorted(want | have)
+                   if want.get(k) != have.get(k)]  # fmt: skip
+            raise UsageError(f"{self.run.path}: the checkpoint does not fit the model: {'; '.join(odd[:5])}")
+
+    def train(self, resumed: list[list[Any]] | None) -> Run:
+        """Run to the last step. `resumed`: None for a new run, else the differences of environment that were accepted."""
+        loop, last, start = self.config.loop, self.config.optim.steps, self.state.step
+        with Logs(self.run) as self.logs, _signals() as asked:
+            if resumed is None:
+                self.logs.event("start", step=0)
+            else:
+                self.logs.event("resume", step=start, exact=not resumed, environment=resumed)
+            self.listener.started(self.run, start)
+            if start == 0:
+                self._validate()
+            self._mark = time.perf_counter()
+            pending: tuple[Batch, Any] | None = None
+            with Prefetcher(self.batches.batch, start + 1, last + 1, loop.prefetch) as prefetched:
+                for batch in prefetched:
+                    self.state, outcome = self.step_fn(self.state, batch)
+                    self.mx.async_eval(*self.state.arrays(), outcome.loss, outcome.grad_norm, outcome.applied)
+                    if pending:
+                        self._record(*pending)
+                    pending = (batch, outcome)
+                    step = batch.step
+                    stop = asked.is_set()
+                    due = [every > 0 and step % every == 0 for every in (loop.val_every, loop.sample_every, loop.save_every)]
+                    if stop or any(due) or step == last:
+                        self._record(*pending)
+                        pending = None
+                        if due[0] or (step == last and loop.val_every):
+                            self._validate()
+                        if due[1]:
+                            self._sample()
+                        if due[2] or stop or step == last:
+                            self._save()
+                        self._mark = time.perf_counter()
+                    if stop:
+                        break
+            self.run.stopped = "done" if self.state.step == last else "interrupted"
+            self.logs.event("stop", step=self.state.step, reason=self.run.stopped)
+            self.listener.stopped(self.run, self.state.step, self.run.stopped)
+        return self.run
+
+    def _record(self, batch: Batch, outcome: Any) -> None:
+        """Wait for a step and log it. Raises Fault on a non-finite loss or gradient."""
+        applied = bool(outcome.applied.item())
+        loss, norm = outcome.loss.item(), outcome.grad_norm.item()
+        if not applied:
+            steps = self.run.steps()
+            kept = f"step {steps[-1]}" if steps else "none was saved yet"
+            self.logs.event("non-finite", step=batch.step, loss=str(loss), grad_norm=str(norm), rows=batch.rows.tolist())
+            raise Fault(
+                f"step {batch.step}: loss {loss}, gradient norm {norm}: not finite, so the update was not made; "
+                f"last good checkpoint: {kept}. Rows of the batch: {batch.rows.tolist()} "
+                f"(`mlxdet batches {self.run.path} --step {batch.step}` shows them)"
+            )
+        from mlxdet.training.schedule import learning_rate
+
+        record = {
+            "step": batch.step,
+            "loss": loss,
+            "loss_hex": loss.hex(),
+            "grad_norm": norm,
+            "lr": learning_rate(self.config.optim, batch.step),
+            "tokens": batch.step * self.tokens_per_step,
+            "batch": batch.digest,
+            "rows": batch.rows.tolist(),
+        }
+        self.logs.metrics.write(record)
+        now = time.perf_counter()
+        seconds = now - self._mark
+        if self.config.loop.throttle:
+            time.sleep(seconds * self.config.loop.throttle / (1.0 - self.config.loop.throttle))
+            now = time.perf_counter()
+        self._mark = now
+        timing = {
+            "step": batch.step,
+            "seconds": round(seconds, 6),
+            "tokens_per_s": round(self.tokens_per_step / max(seconds, 1e-9), 1),
+            "active": self.mx.get_active_memory(),
+            "cache": self.mx.get_cache_memory(),
+            "peak": self.mx.get_peak_memory(),
+        }
+        self.logs.timing.write(timing)
+        self.listener.stepped(record, timing)
+
+    def _validate(self) -> None:
+        if self.windows and self.config.loop.val_every:
+            loss = self.evaluator.loss(self.state.weights, self.windows)
+            record = {"step": self.state.step, "loss": loss, "loss_hex": loss.hex(), "windows": sum(map(len, self.windows))}
+            self.logs.validation.write(record)
+            self.listener.validated(self.state.step, loss)
+
+    def _sample(self) -> None:
+        from mlxdet.model.generate import generate
+
+        rng = Splitmix64(stream(self.config.seeds.seed, "sample", self.state.step))
+        prompt = self.corpus.tokenizer.encode(self.config.loop.sample_prompt)
+        ids = generate(
+            self.state.weights, self.config.model, self.step_fn.ops, self.step_fn.dtype, prompt,
+            self.config.loop.sample_tokens, temperature=0.8, top_k=0, rng=rng,
+        )  # fmt: skip
+        text = self.corpus.decode(np.array([*prompt, *ids]))
+        self.logs.event("sample", step=self.state.step, text=text)
+        self.listener.sampled(self.state.step, text)
+
+    def _save(self) -> None:
+        if self.state.step in self.run.steps():
+            return
+        self.logs.metrics.sync()
+        self.logs.validation.sync()
+        path = self.checkpoint.save(self.run.checkpoints, self.state, self.run.recipe)
+        removed = self.checkpoint.rotate(self.run.checkpoints, self.config.loop.keep)
+        self.logs.event("save", step=self.state.step, removed=removed)
+        self.listener.saved(self.state.step, path)

@@ -1,0 +1,215 @@
+"""A run on disk: manifest, append-only logs of exact numbers, checkpoints, and one writer at a time.
+
+`metrics.jsonl` and `validation.jsonl` hold nothing that depends on time or host, so two equal runs have equal files. Every
+line is written whole in one call; what a crash left of a last line is cut when the run is opened for writing. Steps
+logged beyond the checkpoint that a resume starts from are run again, and must give the logged line again.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlxdet import config as configs
+from mlxdet.config import TrainConfig
+from mlxdet.errors import Fault, UsageError
+from mlxdet.training import checkpoint
+from mlxdet.training.checkpoint import saving, sync_directory, sync_file
+
+MANIFEST, METRICS, VALIDATION, TIMING, EVENTS, LOCK = (
+    "run.json",
+    "metrics.jsonl",
+    "validation.jsonl",
+    "timing.jsonl",
+    "events.jsonl",
+    ".lock",
+)
+
+
+def line(record: dict[str, Any]) -> str:
+    """Return the one spelling of a record: floats as repr, which reads back exactly. Raises ValueError on NaN."""
+    return json.dumps(record, allow_nan=False)
+
+
+class Log:
+    """An append-only JSONL file. `keyed` ones check lines that are written again, by their "step"."""
+
+    def __init__(self, path: Path, keyed: bool):
+        self.path = path
+        self._known: dict[int, str] = {}
+        self._cut()
+        if keyed and path.exists():
+            for number, text in enumerate(path.read_text().splitlines(), 1):
+                try:
+                    self._known[json.loads(text)["step"]] = text
+                except (ValueError, TypeError, KeyError):
+                    raise UsageError(f"{path}:{number}: not a line of this log; the file was changed") from None
+        self._file = path.open("ab", buffering=0)
+
+    def _cut(self) -> None:
+        """Drop an unfinished last line."""
+        if self.path.exists():
+            raw = self.path.read_bytes()
+            whole = raw.rfind(b"\n") + 1
+            if whole != len(raw):
+                os.truncate(self.path, whole)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append `record`. If its step is already logged, require the same bits instead. Raises Fault if they differ."""
+        text, step = line(record), record.get("step")
+        known = self._known.get(step) if step is not None else None
+        if known is None:
+            data = (text + "\n").encode()
+            with saving(str(self.path), "the last good checkpoint is untouched"):
+                if self._file.write(data) != len(data):
+                    raise OSError(28, "the disk is full")
+        elif known != text:
+            was = json.loads(known)
+            field = next(k for k in was.keys() | record.keys() if was.get(k) != record.get(k))
+            raise Fault(
+                f"step {step} did not reproduce: {field} was logged as {was.get(field)!r} and is now {record.get(field)!r} "
+                f"({self.path.name}). Something outside the recipe changed: the machine, the libraries or the files"
+            )
+
+    def sync(self) -> None:
+        """Make the lines written so far survive a power cut."""
+        with saving(str(self.path), "the last good checkpoint is untouched"):
+            sync_file(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Run:
+    """A run directory. Reading needs nothing; writing goes through open_logs(), which holds the lock."""
+
+    def __init__(self, path: str | Path):
+        """Open the run at `path`. Raises UsageError if it is not one."""
+        self.path = Path(path)
+        try:
+            self.manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_bytes())
+            self.config = configs.from_dict(self.manifest["config"], str(self.path / MANIFEST))
+            self.recipe = recipe(self.config, self.manifest["corpus"])
+            damaged = self.manifest["recipe"] != self.recipe
+        except FileNotFoundError:
+            raise UsageError(f"{self.path}: not a run (no {MANIFEST} in it)") from None
+        except OSError as error:
+            raise UsageError(f"{self.path / MANIFEST}: cannot be read ({error.strerror})") from None
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f"{self.path / MANIFEST}: damaged, not a manifest of this version") from None
+        if damaged:
+            raise UsageError(f"{self.path / MANIFEST}: changed since the run was made (recipe digest does not fit)")
+        self.stopped: str | None = None  # why the last training of this run ended: "done" or "interrupted"
+        self._lock: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def steps(self) -> list[int]:
+        """Return the steps of the checkpoints, ascending."""
+        return checkpoint.published(self.checkpoints)
+
+    def state(self, step: int | None = None) -> Any:
+        """Return the State of the checkpoint at `step` (default: the newest). Raises UsageError where there is none."""
+        steps = self.steps()
+        if not steps or (step is not None and step not in steps):
+            has = f"it has {', '.join(map(str, steps))}" if steps else "it has none yet"
+            raise UsageError(f"{self.path}: no checkpoint{'' if step is None else f' of step {step}'}; {has}")
+        return checkpoint.load(checkpoint.directory(self.checkpoints, steps[-1] if step is None else step), self.recipe)
+
+    def records(self, name: str = METRICS) -> Iterator[dict[str, Any]]:
+        """Yield the records of a log, whole lines only."""
+        if (self.path / name).exists():
+            for text in (self.path / name).read_text().split("\n")[:-1]:
+                yield json.loads(text)
+
+    def acquire(self) -> None:
+        """Become the one writer of this run. Raises UsageError if another process is."""
+        handle = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise UsageError(f"{self.path}: another process is training this run; wait for it or stop it") from None
+        self._lock = handle
+
+    def release(self) -> None:
+        """Let go of the lock (the kernel does it too, when the process dies)."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def recipe(config: TrainConfig, corpus: dict[str, Any]) -> str:
+    """Return the digest of what decides a run's bits, on a given machine: settings (not comfort) and corpus content."""
+    decides = {name: getattr(getattr(config, f.section), name) for name, f in configs.FIELDS.items() if not f.comfort}
+    content = {"config": decides, "corpus": corpus["digest"], "vocab": corpus["vocab"]}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def create(path: Path, manifest: dict[str, Any], overwrite: bool) -> Run:
+    """Make a new run directory with its manifest, held by this process.
+
+    Raises UsageError if something is there already, unless it is a run and `overwrite` is given.
+    """
+    leftover = {MANIFEST + ".new"}  # all that a crash before the manifest was published can leave
+    if path.is_symlink() or (path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - leftover)):
+        has = ", ".join(sorted(p.name for p in path.iterdir())[:6]) if path.is_dir() else "a file"
+        if not overwrite or path.is_symlink() or not (path / MANIFEST).is_file():
+            way = "; --overwrite replaces it" if (path / MANIFEST).is_file() and not path.is_symlink() else ""
+            raise UsageError(f"{path}: already there ({has}); choose another --out, or `mlxdet resume {path}`{way}")
+        _remove(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        temporary = path / (MANIFEST + ".new")
+        with temporary.open("wb") as file:
+            file.write((json.dumps(manifest, indent=1) + "\n").encode())
+            file.flush()
+            sync_file(file.fileno())
+        temporary.rename(path / MANIFEST)
+        sync_directory(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot make the run directory ({error.strerror})") from None
+    run = Run(path)
+    run.acquire()
+    return run
+
+
+def _remove(path: Path) -> None:
+    try:
+        Run(path).acquire()  # not while somebody writes it; the handle dies with the directory
+    except UsageError as error:
+        if "another process" in str(error):
+            raise
+    (path / MANIFEST).unlink()
+    shutil.rmtree(path)
+
+
+class Logs:
+    """The four logs of a run, open for writing."""
+
+    def __init__(self, run: Run):
+        self.metrics = Log(run.path / METRICS, keyed=True)
+        self.validation = Log(run.path / VALIDATION, keyed=True)
+        self.timing = Log(run.path / TIMING, keyed=False)
+        self.events = Log(run.path / EVENTS, keyed=False)
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Append an event with the time of day. Events are for people and are never compared."""
+        self.events.write({"event": kind, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **details})
+
+    def __enter__(self) -> "Logs":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for log in (self.metrics, self.validation, self.timing, self.events):
+            log.close()

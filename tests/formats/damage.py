@@ -1,0 +1,58 @@
+"""Ways to damage a file, and what a reader may then do: refuse it, or read what the damaged bytes really say.
+
+`outcome` reads a file to its last byte. Any exception but FormatError escapes it and fails the test.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mlxdet.formats import FormatError, open_checkpoint
+
+Content = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def content(tensors) -> Content:
+    """Return every tensor as (dtype, shape, bytes): what two checkpoints must share to be the same."""
+    return {name: (tensor.dtype, tensor.shape, tensor.data.tobytes()) for name, tensor in tensors.items()}
+
+
+def outcome(path: str | os.PathLike[str]) -> Content | None:
+    """Return the content of the checkpoint at `path`, or None if it is refused, at opening or while reading."""
+    try:
+        return content(open_checkpoint(path).tensors)
+    except FormatError as problem:
+        # A refusal names its file and stays on one line.
+        assert Path(path).name in str(problem) and "\n" not in str(problem)
+        return None
+
+
+def refused_everywhere(path: Path, damaged: Iterator[bytes], reader: Callable[[Path], object] = outcome) -> int:
+    """Write each of `damaged` to `path`, require a refusal of each, and return how many there were."""
+    number = 0
+    for data in damaged:
+        path.write_bytes(data)
+        assert reader(path) is None, f"damage {number} ({len(data)} bytes) was accepted"
+        number += 1
+    return number
+
+
+def truncations(data: bytes) -> Iterator[bytes]:
+    """Yield every proper prefix of `data`."""
+    return (data[:length] for length in range(len(data)))
+
+
+def extensions(data: bytes) -> Iterator[bytes]:
+    """Yield `data` with something added at its end or start."""
+    for extra in (b"\0", b" ", b"x", b"\0" * 32, b"\0" * 256, data):
+        yield data + extra
+    for extra in (b"\0", b"x"):
+        yield extra + data
+
+
+def flips(data: bytes, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield (bit number, data with that bit flipped) for every bit in the bytes [start, stop)."""
+    for bit in range(8 * start, 8 * (len(data) if stop is None else stop)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield bit, bytes(changed)

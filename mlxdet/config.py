@@ -92,7 +92,9 @@ class OptimConfig:
     )
     max_lr: float = _opt(2e-3, "Highest learning rate.", low=0.0)
     min_lr: float = _opt(1e-4, "Learning rate at the end (cosine and wsd).", low=0.0)
-    warmup: int = _opt(50, "Steps of linear warmup, in every schedule.", low=0)
+    warmup: int | None = _opt(
+        None, "Steps of linear warmup, in every schedule. Default: a tenth of the steps, 100 at most.", low=0
+    )
     decay_steps: int | None = _opt(None, "Length of the decay (wsd). Default: a tenth of the steps.", low=1)
     decay_shape: str = _opt("1-sqrt", "Form of the decay (wsd).", choices=("1-sqrt", "linear", "cosine"))
     weight_decay: float = _opt(0.1, "Decoupled weight decay, on matrices only.", low=0.0)
@@ -174,12 +176,13 @@ class TrainConfig:
         if shape["width"] % shape["heads"]:
             raise UsageError(f"--width: {shape['width']} is not a multiple of --heads {shape['heads']}")
         decay = o.decay_steps if o.decay_steps is not None else max(1, o.steps // 10)
+        warmup = o.warmup if o.warmup is not None else min(100, o.steps // 10)
         if o.min_lr > o.max_lr:
             raise UsageError(f"--min-lr: {o.min_lr} is above --max-lr {o.max_lr}")
-        if o.warmup > o.steps:
-            raise UsageError(f"--warmup: {o.warmup} steps of warmup do not fit in --steps {o.steps}")
-        if o.schedule == "wsd" and o.warmup + decay > o.steps:
-            raise UsageError(f"--decay-steps: warmup {o.warmup} + decay {decay} is more than --steps {o.steps}")
+        if warmup > o.steps:
+            raise UsageError(f"--warmup: {warmup} steps of warmup do not fit in --steps {o.steps}")
+        if o.schedule == "wsd" and warmup + decay > o.steps:
+            raise UsageError(f"--decay-steps: warmup {warmup} + decay {decay} is more than --steps {o.steps}")
         seeds = dataclasses.replace(
             s,
             init_seed=s.seed if s.init_seed is None else s.init_seed,
@@ -188,7 +191,7 @@ class TrainConfig:
         return dataclasses.replace(
             self,
             model=dataclasses.replace(m, depth=None, **shape),
-            optim=dataclasses.replace(o, decay_steps=decay),
+            optim=dataclasses.replace(o, decay_steps=decay, warmup=warmup),
             seeds=seeds,
         )
 

@@ -25,7 +25,7 @@ from mlxdet.data.text import Corpus
 from mlxdet.errors import UsageError
 from mlxdet.seeds import stream
 
-BLOCK = 1024  # rows computed at a time, about
+BLOCK = 2048  # rows computed at a time, about
 
 
 @dataclass(frozen=True, slots=True)

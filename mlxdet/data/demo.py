@@ -6,13 +6,17 @@ interpreter's own: it differs between Python versions, and so does the digest of
 
 import platform
 
+from mlxdet.errors import UsageError
+
 NAME = "pydoc_data.topics"
 
 
 def demo_text() -> bytes:
-    """Return the topics in the order of their names, joined by newlines, as UTF-8."""
-    from pydoc_data.topics import topics
-
+    """Return the topics in the order of their names, joined by newlines, as UTF-8. Raises UsageError without them."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some systems ship Python without it
+        raise UsageError("this Python has no pydoc_data.topics, the embedded text; name a text with --data") from None
     return "\n".join(topics[name] for name in sorted(topics)).encode("utf-8")
 
 

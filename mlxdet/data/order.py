@@ -15,7 +15,8 @@ import numpy as np
 
 from mlxdet.seeds import GAMMA, MIX1, MIX2
 
-ROUNDS = 24  # measured: from 6 on, permutations of 3 to 5 elements pass a chi-square test for being uniform
+# Measured: with 20, permutations of 2 to 6 elements pass a chi-square test for being uniform; with 8, 5 elements fail.
+ROUNDS = 20
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -52,7 +53,8 @@ def permuted(index: np.ndarray, n: int, keys: np.ndarray | int) -> np.ndarray:
     """Return where the permutation of [0, n) with this key sends each index, int64, shaped as `index`.
 
     `index` holds integers in [0, n), n <= 2**62; `keys` is one 64-bit key, or one for each index. The round function is
-    draw (round * 2**32 + half) of Splitmix64(key), modulo the size of the other half. Raises ValueError out of range.
+    the high half of draw (round * 2**32 + half) of Splitmix64(key), scaled to the size of the other half. Raises
+    ValueError out of range.
     """
     if not 0 < n <= 1 << 62:
         raise ValueError(f"permuted: n must be in [1, 2**62], got {n}")
@@ -72,10 +74,11 @@ def permuted(index: np.ndarray, n: int, keys: np.ndarray | int) -> np.ndarray:
 
 def _walk(x: np.ndarray, key: np.ndarray, a: int, b: int) -> np.ndarray:
     """One pass of the network over x in [0, a * b)."""
-    sizes, gamma = (np.uint64(a), np.uint64(b)), np.uint64(GAMMA)
+    sizes, gamma, shift = (np.uint64(a), np.uint64(b)), np.uint64(GAMMA), np.uint64(32)
     halves: list[np.ndarray] = [x // sizes[1], x % sizes[1]]
     for i in range(ROUNDS):
         to, size = i % 2, sizes[i % 2]
         draw = _mix(key + (halves[1 - to] + np.uint64((i << 32) + 1)) * gamma)
-        halves[to] = (halves[to] + draw % size) % size
+        moved = halves[to] + ((draw >> shift) * size >> shift)
+        halves[to] = np.minimum(moved, moved - size)  # modulo: a negative difference wraps to something huge
     return halves[0] * sizes[1] + halves[1]

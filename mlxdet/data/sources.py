@@ -164,6 +164,12 @@ def units(source: Source, offset: int = 0, line: int = 1) -> Iterator[Unit]:
             line += raw.endswith(b"\n")
 
 
+def byte_order_mark(source: Source) -> bytes:
+    """Return the UTF-8 byte order mark that the file starts with, or nothing."""
+    with source.open() as file, readable(source.name):
+        return BOM if file.read(len(BOM)) == BOM else b""
+
+
 def _boundary(raw: bytes) -> int:
     """Where to cut `raw` so that no character is split: before a character that is not complete at the end."""
     for back in (1, 2, 3):

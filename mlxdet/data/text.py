@@ -19,7 +19,7 @@ import numpy as np
 
 from mlxdet.data import cache
 from mlxdet.data.demo import NAME, demo_note, demo_text
-from mlxdet.data.sources import BOM, Source, Unit, changed, find_sources, readable, units
+from mlxdet.data.sources import Source, Unit, byte_order_mark, changed, find_sources, readable, units
 from mlxdet.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from mlxdet.errors import UsageError
 
@@ -41,10 +41,21 @@ class Location:
 class Corpus(Protocol):
     """What training reads. Ids are in [0, vocab_size): checked when the corpus is opened."""
 
-    vocab_size: int
-    tokens: np.ndarray  # 1-D, uint8, uint16 or uint32
-    digest: str  # 32 hex: of the text (and tokenizer and ids), independent of paths
-    tokenizer: Tokenizer
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The ids, 1-D, uint8, uint16 or uint32; read-only, memory-mapped where large."""
+
+    @property
+    def digest(self) -> str:
+        """32 hex: of the text (and of tokenizer and ids), independent of paths and of the cache."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made the ids."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -79,12 +90,13 @@ def open_corpus(
 
 
 class _Corpus:
-    """What both kinds share. `_files` is one (name, bytes, sha256) record per file."""
+    """What both kinds share. `_files` has one record (name, bytes, sha256) per file."""
 
     tokens: np.ndarray
     digest: str
     tokenizer: Tokenizer
     _files: list[dict[str, Any]]
+    _sources: Sequence[Source]
 
     @property
     def vocab_size(self) -> int:
@@ -112,7 +124,7 @@ class _Corpus:
 
         For the embedded text also which Python it came from: its content, and so the digest, differs between versions.
         """
-        embedded = demo_note() if [f["name"] for f in self._files] == [NAME] else {}
+        embedded = demo_note() if self._sources[0].data is not None else {}
         record = {"tokens": len(self), "vocab": self.vocab_size, "digest": self.digest, "files": self._files}
         return {"kind": self.tokenizer.kind, **record, **embedded}
 
@@ -121,18 +133,18 @@ class ByteCorpus(_Corpus):
     """The bytes of the files, untouched; the vocabulary is 256."""
 
     def __init__(self, sources: Sequence[Source], cache_dir: Path | None):
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer, self._sources = ByteTokenizer(), sources
         self._starts = np.cumsum([0] + [source.size for source in sources])
         self._newlines: dict[int, np.ndarray] = {}
         total = int(self._starts[-1])
         held = bytearray() if total <= IN_MEMORY else None
         self._files, self.digest = _hash_bytes(sources, held)
         if held is not None:
-            self.tokens = np.frombuffer(bytes(held), np.uint8)
+            self.tokens = np.frombuffer(held, np.uint8)
+            self.tokens.flags.writeable = False
         elif len(sources) == 1:
             self.tokens = _mapped(sources[0])
         else:
-            self._sources = sources
             self.tokens = cache.fetch(cache_dir, f"bytes-{self.digest}", 256, self._join).tokens
 
     def _join(self, writer: cache.Writer) -> dict[str, Any]:
@@ -193,7 +205,7 @@ class TokenizedCorpus(_Corpus):
     def __init__(
         self, sources: Sequence[Source], tokenizer: SentencePieceTokenizer, cache_dir: Path | None, unk_limit: float
     ):
-        self.tokenizer, self._sources = tokenizer, list(sources)
+        self.tokenizer, self._sources = tokenizer, sources
         self._files, _ = _hash_bytes(sources, None)
         text = [record["sha256"] for record in self._files]
         key = _digest("cache", CACHE_FORMAT, tokenizer.digest, tokenizer.version, *text)
@@ -215,11 +227,9 @@ class TokenizedCorpus(_Corpus):
         table: list[list[int]] = []
         unknown, marked = 0, 0
         for k, source in enumerate(self._sources):
-            check, mark = hashlib.sha256(), 0
+            mark = byte_order_mark(source)
+            check = hashlib.sha256(mark)
             for block in _blocks(source):
-                if block[0].offset == len(BOM) and block[0].line == 1:
-                    mark = 1
-                    check.update(BOM)
                 for unit in block:
                     check.update(unit.raw)
                 table.append([writer.count, k, block[0].offset, block[0].line])
@@ -228,7 +238,7 @@ class TokenizedCorpus(_Corpus):
                 writer.write(ids)
             if check.hexdigest() != self._files[k]["sha256"]:
                 raise changed(source.name)
-            marked += mark
+            marked += bool(mark)
         return {"unknown": unknown, "bom": marked, "table": table}
 
     def _encode(self, block: Sequence[Unit]) -> np.ndarray:

@@ -41,7 +41,7 @@ PROBES = ("a b", "  two", "a ", " \n", "a\nb", "x\r\n", "tab\tx", "é\u0301", "\
 class Tokenizer(Protocol):
     """What a corpus needs: text -> ids in [0, vocab_size) -> text."""
 
-    kind: str
+    kind: str  # "bytes" or "sentencepiece"
     vocab_size: int
     digest: str  # SHA-256 of the model file, hex; "" for bytes
     round_trip: bool  # decode(encode(text)) == text for every text

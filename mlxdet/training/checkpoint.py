@@ -18,20 +18,28 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import mlx.core as mx
 import numpy as np
 
 from mlxdet.errors import Fault, UsageError
-from mlxdet.formats import FormatError, Tensor
 from mlxdet.formats.safetensors import read_safetensors, write_safetensors
-from mlxdet.formats.tensor import from_numpy
-from mlxdet.training.step import State
+from mlxdet.formats.tensor import FormatError, from_numpy
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 _UNFINISHED = ".unfinished-"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a training on the host: weights, first and second moments (float32, the same names), and steps done."""
+
+    weights: dict[str, np.ndarray]
+    first: dict[str, np.ndarray]
+    second: dict[str, np.ndarray]
+    step: int
 
 
 def sync_directory(path: Path) -> None:
@@ -106,7 +114,7 @@ def published(checkpoints: Path) -> list[int]:
     return sorted(int(p.name) for p in found)
 
 
-def save(checkpoints: Path, state: State, recipe: str) -> Path:
+def save(checkpoints: Path, state: Snapshot, recipe: str) -> Path:
     """Publish `state` as a checkpoint and return its directory.
 
     `recipe` is the digest of what the run is made of. Raises Fault if a weight or moment is not finite, or if the disk is
@@ -115,9 +123,9 @@ def save(checkpoints: Path, state: State, recipe: str) -> Path:
     final = directory(checkpoints, state.step)
     steps = published(checkpoints)
     kept = f"the last good checkpoint is step {steps[-1]}" if steps else "there is no earlier checkpoint"
-    model = {name: from_numpy(np.array(w)) for name, w in state.weights.items()}
-    optimizer = {f"{name}.m": from_numpy(np.array(m)) for name, m in state.first.items()}
-    optimizer |= {f"{name}.v": from_numpy(np.array(v)) for name, v in state.second.items()}
+    model = {name: from_numpy(w) for name, w in state.weights.items()}
+    optimizer = {f"{name}.m": from_numpy(m) for name, m in state.first.items()}
+    optimizer |= {f"{name}.v": from_numpy(v) for name, v in state.second.items()}
     for name, tensor in (model | optimizer).items():
         if not np.isfinite(tensor.to_numpy()).all():
             raise Fault(f"step {state.step}: tensor {name} is not finite, so it is not saved; {kept}")
@@ -164,8 +172,8 @@ def sweep(checkpoints: Path) -> None:
             shutil.rmtree(path)
 
 
-def load(path: Path, recipe: str | None = None) -> State:
-    """Read the checkpoint in directory `path`, proven whole, as a State.
+def load(path: Path, recipe: str | None = None) -> Snapshot:
+    """Read the checkpoint in directory `path`, proven whole.
 
     Raises UsageError, naming the file, if anything is missing, truncated or changed by a single bit, or (where `recipe`
     is given) if it belongs to another run.
@@ -187,23 +195,15 @@ def load(path: Path, recipe: str | None = None) -> State:
             raise UsageError(f"{file}: cannot be read ({error.strerror}); {way_out}") from None
         except FormatError as error:
             raise UsageError(f"{error}; {way_out}") from None
-        trees[name] = {k: _array(t) for k, t in tensors.items()}
+        trees[name] = {k: t.to_numpy() for k, t in tensors.items()}
     model, optimizer = trees[MODEL], trees[OPTIMIZER]
     step = int(optimizer.pop("step"))
     names = {f"{k}.{moment}" for k in model for moment in "mv"}
     if step != content["step"] or set(optimizer) != names:
         odd = sorted(set(optimizer) ^ names)
         raise UsageError(f"{path / OPTIMIZER}: does not belong to {MODEL} (step {step}, {', '.join(odd[:5])}); {way_out}")
-    return State(
-        {k: mx.array(v) for k, v in model.items()},
-        {k: mx.array(optimizer[f"{k}.m"]) for k in model},
-        {k: mx.array(optimizer[f"{k}.v"]) for k in model},
-        step,
-    )
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    return np.array(tensor.to_numpy())  # a copy: the file may be replaced while MLX still reads lazily
+    first, second = ({k: optimizer[f"{k}.{moment}"] for k in model} for moment in "mv")
+    return Snapshot(model, first, second, step)
 
 
 def _sha256(path: Path) -> str:

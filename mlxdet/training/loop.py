@@ -24,8 +24,9 @@ from mlxdet.data.batches import Batch, Prefetcher, TextBatches
 from mlxdet.data.text import Corpus, open_corpus
 from mlxdet.errors import Fault, UsageError
 from mlxdet.seeds import Splitmix64, seed_everything, stream
-from mlxdet.training import provenance
-from mlxdet.training.run import METRICS, Logs, Run, create, recipe
+from mlxdet.training import checkpoint, provenance
+from mlxdet.training.run import Logs, Run, create, recipe
+from mlxdet.training.schedule import learning_rate
 
 
 class Listener(Protocol):
@@ -37,6 +38,7 @@ class Listener(Protocol):
     def sampled(self, step: int, text: str) -> None: ...
     def saved(self, step: int, path: Path) -> None: ...
     def stopped(self, run: Run, step: int, reason: str) -> None: ...
+    def close(self) -> None: ...  # always last, after an error too
 
 
 class Quiet:
@@ -48,6 +50,7 @@ class Quiet:
     def sampled(self, step: int, text: str) -> None: ...
     def saved(self, step: int, path: Path) -> None: ...
     def stopped(self, run: Run, step: int, reason: str) -> None: ...
+    def close(self) -> None: ...
 
 
 def train(
@@ -159,7 +162,7 @@ def _corpus_diff(run: Run, now: dict[str, Any]) -> str:
 
 
 def _parameters(config: TrainConfig, vocab: int) -> int:
-    from mlxdet.model.gpt import shapes
+    from mlxdet.model.gpt import shapes  # imports MLX
 
     return sum(int(np.prod(shape)) for shape in shapes(config.model, vocab).values())
 
@@ -203,11 +206,10 @@ class _Trainer:
     ):
         import mlx.core as mx
 
-        from mlxdet.training import checkpoint
         from mlxdet.training.evaluate import Evaluator
-        from mlxdet.training.step import TrainStep, initial_state
+        from mlxdet.training.step import State, TrainStep, initial_state
 
-        self.mx, self.checkpoint = mx, checkpoint
+        self.mx = mx
         self.run, self.config, self.corpus, self.batches, self.listener = run, config, corpus, batches, listener
         seed_everything(config.seeds.seed)
         if config.loop.cache_limit is not None:
@@ -215,11 +217,10 @@ class _Trainer:
         self.step_fn = TrainStep(config, corpus.vocab_size, backend)
         self.evaluator = Evaluator(config, backend)
         checkpoint.sweep(run.checkpoints)
-        self.state = run.state() if run.steps() else initial_state(config, corpus.vocab_size)
+        self.state = State.of(run.load()) if run.steps() else initial_state(config, corpus.vocab_size)
         self._check_shapes()
         self.windows = batches.validation(config.optim.batch) if batches.val_tokens else []
         self.tokens_per_step = int(np.prod(batches.shape[:2])) * config.model.context  # type: ignore[operator]
-        self._rested = 0.0
 
     def _check_shapes(self) -> None:
         from mlxdet.model.gpt import shapes
@@ -233,43 +234,51 @@ class _Trainer:
 
     def train(self, resumed: list[list[Any]] | None) -> Run:
         """Run to the last step. `resumed`: None for a new run, else the differences of environment that were accepted."""
-        loop, last, start = self.config.loop, self.config.optim.steps, self.state.step
         with Logs(self.run) as self.logs, _signals() as asked:
             if resumed is None:
                 self.logs.event("start", step=0)
             else:
-                self.logs.event("resume", step=start, exact=not resumed, environment=resumed)
-            self.listener.started(self.run, start)
-            if start == 0:
-                self._validate()
-            self._mark = time.perf_counter()
-            pending: tuple[Batch, Any] | None = None
-            with Prefetcher(self.batches.batch, start + 1, last + 1, loop.prefetch) as prefetched:
-                for batch in prefetched:
-                    self.state, outcome = self.step_fn(self.state, batch)
-                    self.mx.async_eval(*self.state.arrays(), outcome.loss, outcome.grad_norm, outcome.applied)
-                    if pending:
-                        self._record(*pending)
-                    pending = (batch, outcome)
-                    step = batch.step
-                    stop = asked.is_set()
-                    due = [every > 0 and step % every == 0 for every in (loop.val_every, loop.sample_every, loop.save_every)]
-                    if stop or any(due) or step == last:
-                        self._record(*pending)
-                        pending = None
-                        if due[0] or (step == last and loop.val_every):
-                            self._validate()
-                        if due[1]:
-                            self._sample()
-                        if due[2] or stop or step == last:
-                            self._save()
-                        self._mark = time.perf_counter()
-                    if stop:
-                        break
-            self.run.stopped = "done" if self.state.step == last else "interrupted"
-            self.logs.event("stop", step=self.state.step, reason=self.run.stopped)
-            self.listener.stopped(self.run, self.state.step, self.run.stopped)
+                self.logs.event("resume", step=self.state.step, exact=not resumed, environment=resumed)
+            try:
+                self.listener.started(self.run, self.state.step)
+                self._steps(asked)
+                done = self.state.step == self.config.optim.steps
+                self.run.stopped = "done" if done else "interrupted"
+                self.logs.event("stop", step=self.state.step, reason=self.run.stopped)
+                self.listener.stopped(self.run, self.state.step, self.run.stopped)
+            finally:
+                self.listener.close()
         return self.run
+
+    def _steps(self, asked: threading.Event) -> None:
+        loop, last, start = self.config.loop, self.config.optim.steps, self.state.step
+        if start == 0:
+            self._validate()
+        self._mark = time.perf_counter()
+        pending: tuple[Batch, Any] | None = None
+        with Prefetcher(self.batches.batch, start + 1, last + 1, loop.prefetch) as prefetched:
+            for batch in prefetched:
+                self.state, outcome = self.step_fn(self.state, batch)
+                self.mx.async_eval(*self.state.arrays(), outcome.loss, outcome.grad_norm, outcome.applied)
+                if pending:
+                    self._record(*pending)
+                pending = (batch, outcome)
+                step, stop = batch.step, asked.is_set()
+                validate = loop.val_every > 0 and (step % loop.val_every == 0 or step == last)
+                sample = loop.sample_every > 0 and step % loop.sample_every == 0
+                save = stop or step == last or (loop.save_every > 0 and step % loop.save_every == 0)
+                if validate or sample or save:
+                    self._record(*pending)
+                    pending = None
+                    if validate:
+                        self._validate()
+                    if sample:
+                        self._sample()
+                    if save:
+                        self._save()
+                    self._mark = time.perf_counter()
+                if stop:
+                    break
 
     def _record(self, batch: Batch, outcome: Any) -> None:
         """Wait for a step and log it. Raises Fault on a non-finite loss or gradient."""
@@ -284,8 +293,6 @@ class _Trainer:
                 f"last good checkpoint: {kept}. Rows of the batch: {batch.rows.tolist()} "
                 f"(`mlxdet batches {self.run.path} --step {batch.step}` shows them)"
             )
-        from mlxdet.training.schedule import learning_rate
-
         record = {
             "step": batch.step,
             "loss": loss,
@@ -339,7 +346,7 @@ class _Trainer:
             return
         self.logs.metrics.sync()
         self.logs.validation.sync()
-        path = self.checkpoint.save(self.run.checkpoints, self.state, self.run.recipe)
-        removed = self.checkpoint.rotate(self.run.checkpoints, self.config.loop.keep)
+        path = checkpoint.save(self.run.checkpoints, self.state.snapshot(), self.run.recipe)
+        removed = checkpoint.rotate(self.run.checkpoints, self.config.loop.keep)
         self.logs.event("save", step=self.state.step, removed=removed)
         self.listener.saved(self.state.step, path)

@@ -118,8 +118,8 @@ class Run:
         """Return the steps of the checkpoints, ascending."""
         return checkpoint.published(self.checkpoints)
 
-    def state(self, step: int | None = None) -> Any:
-        """Return the State of the checkpoint at `step` (default: the newest). Raises UsageError where there is none."""
+    def load(self, step: int | None = None) -> checkpoint.Snapshot:
+        """Return the state of the checkpoint at `step` (default: the newest). Raises UsageError where there is none."""
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
             has = f"it has {', '.join(map(str, steps))}" if steps else "it has none yet"

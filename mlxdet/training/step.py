@@ -25,6 +25,7 @@ from mlxdet.model import gpt
 from mlxdet.model.embedding import segment_sum
 from mlxdet.model.ops import ops_for
 from mlxdet.seeds import stream
+from mlxdet.training.checkpoint import Snapshot
 from mlxdet.training.schedule import learning_rate
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
@@ -38,6 +39,21 @@ class State:
     first: dict[str, mx.array]
     second: dict[str, mx.array]
     step: int
+
+    @staticmethod
+    def of(saved: Snapshot) -> "State":
+        """Return a snapshot's state on the device."""
+        weights, first, second = (
+            {k: mx.array(v) for k, v in tree.items()} for tree in (saved.weights, saved.first, saved.second)
+        )
+        return State(weights, first, second, saved.step)
+
+    def snapshot(self) -> Snapshot:
+        """Return the state on the host; waits for it."""
+        weights, first, second = (
+            {k: np.array(v) for k, v in tree.items()} for tree in (self.weights, self.first, self.second)
+        )
+        return Snapshot(weights, first, second, self.step)
 
     def arrays(self) -> list[mx.array]:
         """Return every array, for mx.eval."""

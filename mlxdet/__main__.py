@@ -1,0 +1,5 @@
+"""`python -m mlxdet`: the command line."""
+
+from mlxdet.cli import main
+
+main()

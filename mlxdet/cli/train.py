@@ -1,0 +1,77 @@
+"""mlxdet train, mlxdet resume."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlxdet.cli.options import SectionedCommand, build_config, common, config_options, given, print_json
+
+
+@click.command(cls=SectionedCommand)
+@click.option("--config", "file", metavar="FILE.toml", help="Read settings from a TOML file; flags win over it.")
+@click.option("--out", metavar="DIR", help="Directory of the run. Default: a free name under runs/.")
+@click.option("--overwrite", is_flag=True, help="Replace the run that is in --out.")
+@click.option("--print-config", is_flag=True, help="Print the resolved settings as TOML, and do nothing.")
+@common
+@config_options()
+def train(
+    file: str | None, out: str | None, overwrite: bool, print_config: bool, as_json: bool, **options: Any
+) -> int | None:
+    """Train a GPT on text: same seed, same bits.
+
+    With no options it trains the preset `tiny` on an English text that comes with Python.
+
+    \b
+    Examples:
+      mlxdet train --data book.txt --preset nano --steps 500 --seed 7 --out runs/book
+      mlxdet train --config book.toml --seed 8 --out runs/book-8
+    """
+    config = build_config(file, options)
+    if print_config:
+        from mlxdet.config import to_toml
+
+        resolved = config.resolve()
+        print_json(resolved.as_dict()) if as_json else click.echo(to_toml(resolved))
+        return 0
+    from mlxdet.report.progress import listener
+    from mlxdet.training.loop import train as start
+
+    return _finish(start(config, out, overwrite=overwrite, listener=listener(config, as_json)), as_json)
+
+
+@click.command(cls=SectionedCommand)
+@click.argument("run", metavar="RUN")
+@click.option("--inexact", is_flag=True, help="Go on in a different environment; the rest may have other bits.")
+@common
+@config_options(comfort_only=True)
+def resume(run: str, inexact: bool, as_json: bool, **options: Any) -> int | None:
+    """Go on with a run from its newest checkpoint, bit for bit.
+
+    Everything comes from the run's directory. What changes speed or comfort only can be given anew; a changed text, seed,
+    batch or schedule is refused. Steps already logged beyond the checkpoint are run again and must give the same bits.
+
+    \b
+    Example:
+      mlxdet resume runs/book
+    """
+    from mlxdet.report.progress import listener
+    from mlxdet.training.loop import resume as go_on
+    from mlxdet.training.run import Run
+
+    watch = listener(Run(run).config, as_json)
+    return _finish(go_on(run, changes=given(options), inexact=inexact, listener=watch), as_json)
+
+
+def _finish(run: Any, as_json: bool) -> int:
+    from mlxdet.report.summary import summary
+
+    result = summary(run)
+    if as_json:
+        print_json(result)
+    elif run.stopped == "interrupted":
+        click.echo(f"Interrupted and saved at step {result['step']}. Go on with: mlxdet resume {run.path}")
+    else:
+        model = Path(run.path) / "checkpoints" / f"{result['step']:08d}" / "model.safetensors"
+        click.echo(f"Done: {model}\n  sha256 {result['model_sha256']}")
+    return 130 if run.stopped == "interrupted" else 0

@@ -1,0 +1,1 @@
+"""What people look at: progress while training, summaries, pictures."""

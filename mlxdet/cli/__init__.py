@@ -25,6 +25,7 @@ VERBS = {
     "smoke": ("smoke", "smoke", "Prove on this machine that the same seed gives the same bits."),
     "doctor": ("inspect", "doctor", "Say what MLX runs on here, and what would make it faster or surer."),
 }
+HIDDEN = {"repeat-step": ("smoke", "repeat_step")}
 
 
 class _Verbs(click.Group):
@@ -34,9 +35,9 @@ class _Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in VERBS:
+        if name not in VERBS and name not in HIDDEN:
             return None
-        module, function, _ = VERBS[name]
+        module, function = VERBS[name][:2] if name in VERBS else HIDDEN[name]
         return getattr(import_module(f"mlxdet.cli.{module}"), function)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -254,7 +254,7 @@ class TokenizedCorpus(_Corpus):
         row = int(np.searchsorted(np.array([entry[0] for entry in self._table]), index, side="right")) - 1
         token, k, offset, line = self._table[row]
         source = self._sources[k]
-        for unit in next(_blocks(source, offset, line), ()):
+        for unit in units(source, offset, line):
             ids = self.tokenizer.encode_units([unit.text])[0]
             if not np.array_equal(self.tokens[token : token + len(ids)], ids):
                 break
@@ -276,11 +276,11 @@ class TokenizedCorpus(_Corpus):
         }
 
 
-def _blocks(source: Source, offset: int = 0, line: int = 1) -> Iterator[list[Unit]]:
+def _blocks(source: Source) -> Iterator[list[Unit]]:
     """Yield the units of a source in groups of at least BLOCK bytes (the last may be smaller)."""
     block: list[Unit] = []
     size = 0
-    for unit in units(source, offset, line):
+    for unit in units(source):
         block.append(unit)
         size += len(unit.raw)
         if size >= BLOCK:

@@ -114,8 +114,9 @@ class SentencePieceTokenizer:
         return np.fromiter(chain.from_iterable(self.encode_units(lines)), np.int32)
 
     def encode_units(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, encoded on its own; sentencepiece spreads them over its threads."""
-        ids: list[list[int]] = self._model.encode(texts)
+        """Return the ids of each text, encoded on its own."""
+        threads = -1 if sum(map(len, texts)) > 1 << 16 else 1  # -1: all; starting them costs more than a short text
+        ids: list[list[int]] = self._model.encode(texts, num_threads=threads)
         if self.round_trip:
             for i, text in enumerate(texts):
                 if SPACE in text:
@@ -204,7 +205,7 @@ def _train(sentences: list[str], vocab: int) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
-    if not sentences:
+    if not any(map(str.strip, sentences)):
         raise UsageError("the text is too short to train a tokenizer: it holds no visible character")
     sentencepiece.set_min_log_level(5)
     try:

@@ -71,7 +71,7 @@ def load(source: Source, data: memoryview, start: int, what: str) -> Pickled:
 
 
 def _check_key(key: object) -> bool:
-    """Return whether `key` may be a dict key. Kept to what hashes at once: no deep tuples, no numbers made to collide."""
+    """Return whether `key` may be a dict key: only what hashes at once, no deep tuples, no numbers made to collide."""
     if isinstance(key, int):
         return -(1 << 63) <= key < 1 << 64
     if isinstance(key, tuple):

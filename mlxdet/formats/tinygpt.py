@@ -40,7 +40,7 @@ def looks_like(source: Source) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Return the tensors of a .tinygpt file. AdamW's moments of `name` are `name.m` and `name.v`. Raises FormatError."""
+    """Return the tensors of a .tinygpt file, AdamW's moments of `name` as `name.m` and `name.v`. Raises FormatError."""
     if source.size < 12:
         raise source.error("is too short for a .tinygpt file")
     version, length = (int.from_bytes(source.view[start : start + 4], "little") for start in (4, 8))

@@ -224,7 +224,7 @@ class Found:
         return Window(storage.key, storage.dtype, storage.width, offset, (storage.size - offset,), (1,))
 
     def window(self, call: Call, path: str) -> Window | None:
-        """Return the window that a call to one of PyTorch's functions describes, or None if it is not a plain tensor."""
+        """Return the window that a call to one of PyTorch's functions describes; None if that is no plain tensor."""
         for _ in range(8):
             assert isinstance(call.function, Global)
             name, args = call.function.name, call.args
@@ -272,14 +272,11 @@ class Found:
 
     def plain(self, value: object) -> object:
         """Return a value without tensors as JSON can hold it."""
-        if isinstance(value, bool | None) or (isinstance(value, int) and value.bit_length() <= 64):
+        if _simple(value):
             return value
-        if isinstance(value, str | float):
-            return value
-        if isinstance(value, list | tuple) and not isinstance(value, Global):
-            if all(isinstance(part, str | float | bool | None) or _short(part) for part in value):
-                self.count(len(value))
-                return list(value)
+        if isinstance(value, list | tuple) and not isinstance(value, Global) and all(map(_simple, value)):
+            self.count(len(value))
+            return list(value)
         if isinstance(value, dict) and not value:
             return {}
         return _shorten(self.plain_text(value, 0))
@@ -307,8 +304,8 @@ class Found:
         return _shorten(repr(value))
 
 
-def _short(value: object) -> bool:
-    return isinstance(value, int) and value.bit_length() <= 64
+def _simple(value: object) -> bool:
+    return isinstance(value, str | float | bool | None) or (isinstance(value, int) and value.bit_length() <= 64)
 
 
 def _shorten(text: str) -> str:

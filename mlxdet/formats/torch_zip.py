@@ -42,7 +42,7 @@ def read(source: Source, members: dict[str, Member]) -> Checkpoint:
         raise source.error(f"has a pickle of {member.size} bytes, more than {pickles.MAX_BYTES}")
     _trust(parts)
     text = member.data()
-    pickled = pickles.load(source, memoryview(text), 0, "its pickle")
+    pickled = pickles.load(source, text.data, 0, "its pickle")
     if pickled.stop != member.size:
         raise source.error(f"has {member.size - pickled.stop} bytes after its pickle")
     known = storages(source, pickled.persistent)

@@ -1,8 +1,8 @@
 """Training a run: make it or take it up again, then step, log, validate, save, until done or told to stop.
 
-The host stays off the critical path: step s+1 is queued before the result of step s is read and logged. That is safe for
-a step that went wrong, because its update was withheld on the device (`Outcome.applied`), and whatever was queued behind it
-is dropped with the process's state; nothing is saved after it.
+The host stays off the critical path: the graph of step s+1 is built and its batch is at hand while step s runs; then the
+result of step s is read and logged, and s+1 starts at once. A step with a non-finite loss or gradient has withheld its own
+update on the device (`Outcome.applied`), and nothing is saved after it.
 """
 
 import signal
@@ -259,9 +259,9 @@ class _Trainer:
         with Prefetcher(self.batches.batch, start + 1, last + 1, loop.prefetch) as prefetched:
             for batch in prefetched:
                 self.state, outcome = self.step_fn(self.state, batch)
-                self.mx.async_eval(*self.state.arrays(), outcome.loss, outcome.grad_norm, outcome.applied)
                 if pending:
                     self._record(*pending)
+                self.mx.async_eval(*self.state.arrays(), outcome.loss, outcome.grad_norm, outcome.applied)
                 pending = (batch, outcome)
                 step, stop = batch.step, asked.is_set()
                 validate = loop.val_every > 0 and (step % loop.val_every == 0 or step == last)

@@ -1,4 +1,4 @@
-"""The order is a pure function of (key, index); expected values come from scalar Python, from counting, and from constants."""
+"""The order is a pure function of (key, index). Expected values: scalar Python, counting, and constants."""
 
 import math
 
@@ -78,7 +78,7 @@ def test_permuted_is_a_permutation_for_every_small_n() -> None:
 def test_permuted_never_meets_itself_in_a_large_range(n: int) -> None:
     index = np.unique(windows(np.array([8], np.uint64), 200_000, n)[0])
     places = permuted(index, n, 99)
-    assert np.unique(places).size == index.size and 0 <= places.min() and places.max() < n
+    assert np.unique(places).size == index.size and places.min() >= 0 and places.max() < n
     tenths = np.bincount(places * 10 // n, minlength=10)
     assert abs(chi_square(tenths, index.size / 10)) < 5
 

@@ -1,0 +1,1 @@
+"""The instruments: they read files and run commands, and say what holds, what does not, and where."""

@@ -1,0 +1,123 @@
+"""Planted faults: each breaks one promise on purpose, so that the check that guards it can be seen to fail.
+
+`python -m mlxdet.measure.faults NAME VERB ...` plants the fault NAME in its process and runs the verb. Nothing else in
+mlxdet imports this module.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def race() -> None:
+    """The embedding gradient adds in an order that differs at every call, as float atomics do."""
+    from mlxdet.model import embedding
+
+    def scrambled(ids: Any, grad: Any, vocab: int) -> Any:
+        import mlx.core as mx
+
+        order = mx.random.permutation(ids.shape[0], key=mx.array([_noise(32), _noise(32)], mx.uint32))
+        # Added in bfloat16 steps of the shuffled order: a difference in order must reach the bits.
+        return embedding.scatter(ids[order], grad[order], vocab)
+
+    for name in embedding.METHODS:
+        embedding.METHODS[name] = scrambled
+    _uncompiled()
+
+
+def _noise(bits: int) -> int:
+    return random.SystemRandom().getrandbits(bits)
+
+
+def _uncompiled() -> None:
+    """Compile nothing: a compiled function would draw its noise once, when it is traced."""
+    os.environ["MLX_DISABLE_COMPILE"] = "1"
+
+
+def unseeded_batches() -> None:
+    """Windows are picked by a generator that nobody seeded."""
+    from mlxdet.data import batches
+
+    batches.stream = lambda *args: _noise(64)  # type: ignore[assignment]
+
+
+def one_seed() -> None:
+    """Every seed gives the same run."""
+    from mlxdet import config
+
+    config.parse_seed = lambda value, flag="": 5
+
+
+def hash_order() -> None:
+    """The initial weights depend on the hash of a string."""
+    from mlxdet.model import gpt
+
+    whole = gpt.init
+    gpt.init = lambda config, vocab, seed: whole(config, vocab, seed ^ (hash("weights") & 0xFFFF))
+
+
+def evaluation_draws() -> None:
+    """Each validation shifts the batches that follow, as a shared generator does."""
+    from mlxdet.training import loop
+
+    class Shifted(loop.TextBatches):
+        shift = 0
+
+        def batch(self, step: int) -> Any:
+            from dataclasses import replace
+
+            return replace(super().batch(step + Shifted.shift), step=step)
+
+    whole = loop._Trainer._validate
+
+    def validate(self: Any) -> None:
+        Shifted.shift += 1
+        whole(self)
+
+    loop.TextBatches, loop._Trainer._validate = Shifted, validate  # type: ignore[misc,method-assign]
+
+
+def eager_workers() -> None:
+    """With more than one batch ahead, batches come in pairs the wrong way round."""
+    from mlxdet.training import loop
+
+    class Swapped(loop.Prefetcher):  # type: ignore[type-arg]
+        def __init__(self, produce: Callable[[int], Any], start: int, stop: int, depth: int):
+            from dataclasses import replace
+
+            def swapped(step: int) -> Any:
+                return replace(produce(step + 1 if step % 2 else step - 1), step=step)
+
+            super().__init__(swapped if depth > 1 else produce, start, stop, depth)
+
+    loop.Prefetcher = Swapped  # type: ignore[misc]
+
+
+def forgotten_moments() -> None:
+    """A resume takes the weights and starts the optimizer anew."""
+    from dataclasses import replace
+
+    from mlxdet.training import checkpoint
+
+    whole = checkpoint.load
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        saved = whole(*args, **kwargs)
+        return replace(saved, first={k: v * 0 for k, v in saved.first.items()})
+
+    checkpoint.load = load
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    f.__name__.replace("_", "-"): f
+    for f in (race, unseeded_batches, one_seed, hash_order, evaluation_draws, eager_workers, forgotten_moments)
+}
+
+
+if __name__ == "__main__":
+    from mlxdet.cli import main
+
+    FAULTS[sys.argv[1]]()
+    main(sys.argv[2:])

@@ -115,8 +115,10 @@ class SentencePieceTokenizer:
 
     def encode_units(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, encoded on its own."""
-        threads = -1 if sum(map(len, texts)) > 1 << 16 else 1  # -1: all; starting them costs more than a short text
-        ids: list[list[int]] = self._model.encode(texts, num_threads=threads)
+        many = (
+            sum(map(len, texts)) > 1 << 16
+        )  # a list is spread over threads: starting them costs more than a short text
+        ids: list[list[int]] = self._model.encode(texts) if many else [self._model.encode(text) for text in texts]
         if self.round_trip:
             for i, text in enumerate(texts):
                 if SPACE in text:

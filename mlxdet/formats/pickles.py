@@ -220,8 +220,8 @@ class _Machine:
         self.push(reference)
 
     def obj(self) -> None:
-        function, *args = self.marked()
-        self.push(Call(function, tuple(args)))
+        values = self.marked()
+        self.push(Call(values[0], tuple(values[1:])))
 
     def inst(self) -> None:
         function = Global(self.line(), self.line())

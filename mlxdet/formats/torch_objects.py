@@ -79,7 +79,9 @@ def storage_of(source: Source, reference: Persistent) -> tuple[Storage, int]:
         raise source.error("refers to something that is no storage of a tensor")
     _, kind, key, location, size = identity[:5]
     if not isinstance(kind, Global) or kind.name not in _STORAGES or kind.module.split(".")[0] != "torch":
-        raise source.error(f"has a storage of the unknown type {quote(str(kind))}")
+        raise source.error(
+            f"has a storage of the unknown type {quote(str(kind) if isinstance(kind, Global) else None)}"
+        )
     if not isinstance(key, str) or not is_count(size):
         raise source.error("has a storage without a key or size")
     dtype, width = _STORAGES[kind.name]
@@ -125,13 +127,21 @@ class Found:
             self.keep(path, self.whole_storage(value))
         elif isinstance(value, Call) and self.is_tensor(value):
             self.keep(path, self.window(value, path))
-        elif not self.holds_data(value):
+        elif not self.is_container(value):
             self.add(self.values, path, self.plain(value))
         else:
             self.parents.add(id(value))
             for key, part in self.parts(value, path):
                 self.walk(part, f"{path}.{key}" if path else key, depth + 1)
             self.parents.discard(id(value))
+
+    def is_container(self, value: object) -> bool:
+        """Return whether to look into `value`; what is not, and holds no tensors, is one value of the metadata."""
+        if isinstance(value, dict):
+            return bool(value) and (all(_simple(key) for key in value) or self.holds_data(value))
+        if isinstance(value, list | tuple) and not isinstance(value, Global):
+            return not all(map(_simple, value))
+        return isinstance(value, Call) and self.holds_data(value)
 
     def count(self, number: int) -> None:
         self.visited += number
@@ -159,15 +169,16 @@ class Found:
         assert isinstance(value, Call)
         parts = [(self.key(key, path), part) for key, part in value.items]
         parts += [(str(index), part) for index, part in enumerate(value.appended)]
-        if value.function in _DICTS | _LISTS:
+        if isinstance(value.function, Global) and value.function in _DICTS | _LISTS:
             for argument in value.args:
                 parts += self.pairs(argument, path)
             if not isinstance(value.state, dict) or value.state.keys() - {"_metadata"}:
                 parts += self.attributes(value.state, path)
             return parts
-        self.classes.setdefault(str(value.function)[:100], path)
+        maker = _shorten(self.plain_text(value.function, 0))
+        self.classes.setdefault(maker, path)
         if any(self.holds_data(argument) for argument in value.args):
-            self.add(self.unread, path, f"is made by {quote(str(value.function))}, which is not known")
+            self.add(self.unread, path, f"is made by {maker}, which is not known")
         return parts + self.attributes(value.state, path)
 
     def pairs(self, argument: object, path: str) -> list[tuple[str, object]]:
@@ -187,7 +198,7 @@ class Found:
         return [("state", state)] if self.holds_data(state) else []
 
     def key(self, key: object, path: str) -> str:
-        if isinstance(key, str | int | float | bool | None):
+        if _simple(key):
             return str(key)
         if isinstance(key, bytes | tuple | Global):
             return self.plain_text(key, 0)
@@ -221,6 +232,8 @@ class Found:
 
     def whole_storage(self, reference: Persistent) -> Window | None:
         storage, offset = storage_of(self.source, reference)
+        if offset > storage.size:
+            raise self.source.error(f"storage {quote(storage.key)}: has a view that starts beyond its end")
         return Window(storage.key, storage.dtype, storage.width, offset, (storage.size - offset,), (1,))
 
     def window(self, call: Call, path: str) -> Window | None:
@@ -274,7 +287,7 @@ class Found:
         """Return a value without tensors as JSON can hold it."""
         if _simple(value):
             return value
-        if isinstance(value, list | tuple) and not isinstance(value, Global) and all(map(_simple, value)):
+        if isinstance(value, list | tuple) and not isinstance(value, Global):
             self.count(len(value))
             return list(value)
         if isinstance(value, dict) and not value:
@@ -324,7 +337,7 @@ def as_checkpoint(
     for name, window in sorted(found.windows.items()):
         if count(window.shape):
             groups.setdefault(window, []).append(name)
-    notes = notes + [f"{quote(name)} {why}" for name, why in found.unread.items()]
+    notes = notes + [f"{quote(name)} {why}: not read" for name, why in found.unread.items()]
     for name, path in sorted(found.classes.items()):
         notes.append(f"an object of class {name} at {quote(path)} is read as its attributes")
     tied = tuple(tuple(names) for names in groups.values() if len(names) > 1)

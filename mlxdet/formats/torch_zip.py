@@ -34,24 +34,28 @@ def read(source: Source, members: dict[str, Member]) -> Checkpoint:
     parts = {name.removeprefix(root): member for name, member in members.items() if name.startswith(root)}
     if "constants.pkl" in parts:
         raise unknown(source, "is a TorchScript archive, which holds a program")
-    order = bytes(parts["byteorder"].data()) if "byteorder" in parts else b"little"
-    if order not in (b"little", b"big"):
-        raise source.error("has a byteorder that is neither little nor big")
     member = parts["data.pkl"]
     if member.size > pickles.MAX_BYTES:
         raise source.error(f"has a pickle of {member.size} bytes, more than {pickles.MAX_BYTES}")
-    _trust(parts)
+    checked = any(part.crc for part in parts.values())
+    if not checked:
+        # PyTorch can be told not to compute checksums; it then writes 0 for every one of them.
+        for part in parts.values():
+            part.trust()
+    order = bytes(parts["byteorder"].data()[:10]) if "byteorder" in parts else b"little"
+    if order not in (b"little", b"big"):
+        raise source.error("has a byteorder that is neither little nor big")
     text = member.data()
     pickled = pickles.load(source, text.data, 0, "its pickle")
     if pickled.stop != member.size:
         raise source.error(f"has {member.size - pickled.stop} bytes after its pickle")
     known = storages(source, pickled.persistent)
     for storage in known.values():
-        part = parts.get(f"data/{storage.key}")
-        if part is None:
+        stored = parts.get(f"data/{storage.key}")
+        if stored is None:
             raise source.error(f"lacks storage {quote(storage.key)} ({storage.nbytes} bytes)")
-        if part.size != storage.nbytes:
-            raise source.error(f"storage {quote(storage.key)}: has {part.size} bytes, not {storage.nbytes}")
+        if stored.size != storage.nbytes:
+            raise source.error(f"storage {quote(storage.key)}: has {stored.size} bytes, not {storage.nbytes}")
     others = sorted(
         members.keys() - {root + name for name in [*_OTHERS, "data.pkl", *(f"data/{key}" for key in known)]}
     )
@@ -61,17 +65,10 @@ def read(source: Source, members: dict[str, Member]) -> Checkpoint:
     walk = Found(source)
     walk.walk(pickled.value, "")
     notes = [f"the archive also holds {quote(name)}, which is not part of a checkpoint" for name in others]
-    if any(part.crc == 0 and part.size for part in parts.values()):
+    if not checked:
         notes.append("the file was written without checksums, so damage to its numbers would not be seen")
 
     def data(key: str) -> np.ndarray:
         return parts[f"data/{key}"].data()
 
     return as_checkpoint(source, "torch", walk, data, order == b"big", notes)
-
-
-def _trust(parts: dict[str, Member]) -> None:
-    """PyTorch can be told not to compute checksums; it then writes 0 for every one of them."""
-    if all(part.crc == 0 for part in parts.values()):
-        for part in parts.values():
-            part.trust()

@@ -1,0 +1,12 @@
+"""CUDA: the settings that choose kernels."""
+
+
+def pins(kernels: str) -> dict[str, tuple[str | None, str]]:
+    """Return {variable: (value, reason)} for `kernels` "deterministic" or "default"."""
+    table: dict[str, tuple[str | None, str]] = {
+        "MLX_ENABLE_TF32": ("0", "float32 products are otherwise cut to about ten bits"),
+    }
+    if kernels == "deterministic":
+        reason = "the backward pass of cuDNN attention adds with atomics in half precision, so repeated runs differ"
+        table["MLX_CUDA_USE_CUDNN_SDPA"] = ("0", reason)
+    return table

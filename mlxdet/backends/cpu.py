@@ -69,12 +69,19 @@ def private_jit_cache() -> Path | None:
     if shared.is_dir():
         for path in shared.iterdir():
             if path.suffix == ".so":
-                with contextlib.suppress(OSError):
-                    os.symlink(path, kernels / path.name)
+                _link(path, kernels / path.name)
     os.environ["TMPDIR"] = str(private)
     atexit.register(_give_back, kernels, private, os.getpid())
     _private = private
     return private
+
+
+def _link(path: Path, name: Path) -> None:
+    try:
+        os.link(path, name)
+    except OSError:  # another file system
+        with contextlib.suppress(OSError):
+            shutil.copyfile(path, name)
 
 
 def _shared() -> Path:

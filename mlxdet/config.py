@@ -1,9 +1,9 @@
 """The one tree of settings: command-line options, TOML keys and the run's manifest are all read off these dataclasses.
 
-A field carries its help text, its bounds and, as `comfort`, whether it can change speed or convenience only. What is not
-comfort decides the bits of a run, and a resume that changes it is refused. (Where the text lies is comfort: what it
-says decides, and is held by the digest of the corpus.) Field names are unique in the whole tree, so
-that every one is also a flag: `max_lr` is `--max-lr` and `max_lr` under `[optim]`.
+A field carries its help text, its bounds and, as `comfort`, whether it can change speed or convenience only. What is
+not comfort decides the bits of a run, and a resume that changes it is refused. (Where the text lies is comfort: what
+it says decides, and is held by the digest of the corpus.) Field names are unique in the whole tree, so that every one
+is also a flag: `max_lr` is `--max-lr` and `max_lr` under `[optim]`.
 """
 
 import dataclasses
@@ -66,15 +66,23 @@ class ModelConfig:
 class DataConfig:
     """What is read, and in which order."""
 
-    data: tuple[str, ...] = _opt((), "Text file or directory (sorted by name); repeatable. Default: the embedded text.", comfort=True)
-    tokenizer: str | None = _opt(None, "Sentencepiece model; without one the text is read as bytes (vocabulary 256).", comfort=True)
+    data: tuple[str, ...] = _opt(
+        (), "Text file or directory (sorted by name); repeatable. Default: the embedded text.", comfort=True
+    )
+    tokenizer: str | None = _opt(
+        None, "Sentencepiece model; without one the text is read as bytes (vocabulary 256).", comfort=True
+    )
     order: str = _opt(
         "windows",
         "windows: random windows, with replacement. epochs: every window once, in a new permutation each epoch.",
         choices=("windows", "epochs"),
     )
-    val_fraction: float = _opt(0.1, "Share of the text, its last part, kept for validation; 0: none.", low=0.0, high=0.5)
-    unk_limit: float = _opt(0.01, "Refuse a text of whose tokens a larger share is unknown.", low=0.0, high=1.0, comfort=True)
+    val_fraction: float = _opt(
+        0.1, "Share of the text, its last part, kept for validation; 0: none.", low=0.0, high=0.5
+    )
+    unk_limit: float = _opt(
+        0.01, "Refuse a text of whose tokens a larger share is unknown.", low=0.0, high=1.0, comfort=True
+    )
     cache_dir: str | None = _opt(None, "Where token ids are cached. Default: the user's cache directory.", comfort=True)
 
 
@@ -124,7 +132,9 @@ class LoopConfig:
         choices=("deterministic", "default"),
     )
     prefetch: int = _opt(2, "Batches made ahead in background threads; 0: none.", low=0, high=1024, comfort=True)
-    throttle: float = _opt(0.0, "Share of the time to rest, to keep the machine cool.", low=0.0, below=1.0, comfort=True)
+    throttle: float = _opt(
+        0.0, "Share of the time to rest, to keep the machine cool.", low=0.0, below=1.0, comfort=True
+    )
     val_every: int = _opt(100, "Steps between validations; 0: none.", low=0, comfort=True)
     val_windows: int = _opt(128, "Fixed windows a validation looks at.", low=1, comfort=True)
     save_every: int = _opt(200, "Steps between checkpoints; the last step is always saved.", low=0, comfort=True)
@@ -169,7 +179,7 @@ class TrainConfig:
     def resolve(self) -> "TrainConfig":
         """Return the config with every derived value filled in. Raises UsageError where values do not fit together."""
         m, o, s = self.model, self.optim, self.seeds
-        shape = dict(PRESETS[m.preset])
+        shape: dict[str, Any] = dict(PRESETS[m.preset])
         if m.depth is not None:
             shape |= {"layers": m.depth, "width": 64 * m.depth, "heads": m.depth, "mlp": 256 * m.depth}
         shape |= {k: v for k in shape if (v := getattr(m, k)) is not None}
@@ -237,7 +247,7 @@ def flag(name: str) -> str:
 
 
 def _typed(f: Field, value: Any, where: str) -> Any:
-    """Return `value` as field `f` holds it. Raises UsageError, naming `where`, on a wrong type or a value out of bounds."""
+    """Return `value` as field `f` holds it. Raises UsageError, naming `where`, on a wrong type or value."""
     if value is None and f.optional:
         return None
     if f.name in SEEDS:
@@ -247,14 +257,14 @@ def _typed(f: Field, value: Any, where: str) -> Any:
         if not isinstance(value, list | tuple) or not all(isinstance(v, str | Path) and str(v) for v in value):
             raise UsageError(f"{where}: {value!r} is not a path or a list of paths")
         return tuple(str(v) for v in value)
-    if f.kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if f.kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
         value = float(value)
     if not isinstance(value, f.kind) or (f.kind is not bool and isinstance(value, bool)):
         noun = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[f.kind]
         raise UsageError(f"{where}: {value!r} is not {noun}")
     if f.choices and value not in f.choices:
         raise UsageError(f"{where}: {value!r} is not one of {', '.join(f.choices)}")
-    if f.kind in (int, float):
+    if isinstance(value, int | float) and f.kind is not bool:
         if not math.isfinite(value):
             raise UsageError(f"{where}: {value!r} is not a finite number")
         if f.low is not None and value < f.low:

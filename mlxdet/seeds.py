@@ -1,11 +1,12 @@
 """Seeds, named streams and indexed draws: every random number of a run is a pure function of (seed, name, counters).
 
-One user seed gives as many independent streams as there are names. A stream's key is a hash of the seed, the name and the
-counters, never `seed + step` or `seed * rank`: sums make neighbouring seeds share data (seed 42 at epoch 1 is seed 43 at epoch 0).
-Within a stream, Splitmix64 is counter based: draw n is mix(state + (n+1) * gamma), so any draw is reached in O(1) and a
-whole batch of draws is one vectorised expression.
+One user seed gives as many independent streams as there are names. A stream's key is a hash of the seed, the name and
+the counters, never `seed + step` or `seed * rank`: sums make neighbouring seeds share data (seed 42 at epoch 1 is
+seed 43 at epoch 0). Within a stream, Splitmix64 is counter based: draw n is mix(state + (n+1) * gamma), so any draw
+is reached in O(1) and a whole batch of draws is one vectorised expression.
 
-Splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the constants of Vigna's splitmix64.c).
+Splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the constants of
+Vigna's splitmix64.c).
 """
 
 import hashlib
@@ -29,9 +30,8 @@ def parse_seed(value: Any, flag: str = "--seed") -> int:
     Accepts an int (not a bool) or a string of decimal digits. Raises UsageError for anything else: a seed is never
     clipped, wrapped or replaced.
     """
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,40}", value):
-        number = int(value)
-    elif isinstance(value, int | np.integer) and not isinstance(value, bool):
+    digits = isinstance(value, str) and re.fullmatch(r"[0-9]{1,40}", value)
+    if digits or (isinstance(value, int | np.integer) and not isinstance(value, bool)):
         number = int(value)
     else:
         raise UsageError(f"{flag}: {value!r} is not a seed; give a whole number from 0 to {MASK64}")
@@ -143,7 +143,7 @@ class BatchRng:
             return self._seeded().next()
 
     def random_int(self, low: int, high: int) -> int:
-        """Return an integer in [low, high) from one draw. Raises RuntimeError when unseeded, ValueError on an empty range."""
+        """Return an integer in [low, high) from one draw. Raises RuntimeError when unseeded, ValueError if empty."""
         with self._lock:
             return self._seeded().random_int(low, high)
 

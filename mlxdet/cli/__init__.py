@@ -1,7 +1,7 @@
 """The command line. A verb's module is imported when the verb is used, so that `mlxdet --help` loads nothing heavy.
 
-Exit codes: 0 holds or done, 1 measured and does not hold (or training stopped on a fault), 2 wrong usage or unreadable input,
-130 interrupted and saved. Errors are one or two lines on stderr; --debug adds the traceback.
+Exit codes: 0 holds or done, 1 measured and does not hold (or training stopped on a fault), 2 wrong usage or
+unreadable input, 130 interrupted and saved. Errors are one or two lines on stderr; --debug adds the traceback.
 """
 
 import os
@@ -54,7 +54,9 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 
 
 @click.group(cls=_Verbs, epilog="`mlxdet VERB --help` explains a verb, with an example.")
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Print the version.")
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Print the version."
+)
 def cli() -> None:
     """Train a small GPT on MLX so that the same seed gives the same bits, and prove it, or say where it breaks."""
 

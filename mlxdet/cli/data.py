@@ -63,14 +63,17 @@ def tokenizer() -> None:
 
 
 @tokenizer.command("train")
-@click.option("--data", multiple=True, metavar="PATH", help="Text file or directory; repeatable. Default: the embedded text.")
+@click.option(
+    "--data", multiple=True, metavar="PATH", help="Text file or directory; repeatable. Default: the embedded text."
+)
 @click.option("--vocab", required=True, type=click.IntRange(1), metavar="N", help="Number of tokens.")
 @click.option("--out", required=True, metavar="FILE", help="Where the model is written.")
 @common
 def tokenizer_train(data: tuple[str, ...], vocab: int, out: str, as_json: bool) -> None:
     """Train a sentencepiece model on text. The same text gives the same file, byte for byte.
 
-    Every byte has a token of its own (byte fallback) and no character is changed, so any text can be written and read back.
+    Every byte has a token of its own (byte fallback) and no character is changed, so any text can be written and read
+    back.
 
     \b
     Example:

@@ -31,7 +31,9 @@ def generate(
     pieces = write(run, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, step=step)
     if as_json:
         text = "".join(pieces)
-        print_json({"run": run, "prompt": prompt, "text": text, "seed": int(seed), "temperature": temperature, "top_k": top_k})
+        print_json(
+            {"run": run, "prompt": prompt, "text": text, "seed": int(seed), "temperature": temperature, "top_k": top_k}
+        )
         return
     click.echo(prompt, nl=False)
     for piece in pieces:

@@ -11,8 +11,8 @@ from mlxdet.cli.options import common, print_json
 def digest(path: str, as_json: bool) -> None:
     """Print the content digest of a checkpoint: of every tensor's name, dtype, shape and bytes, sorted by name.
 
-    Two files with the same digest hold the same model to the bit, whatever their format, layout or metadata. PATH can be
-    a file of any format mlxdet reads, a directory of them, or a run.
+    Two files with the same digest hold the same model to the bit, whatever their format, layout or metadata. PATH can
+    be a file of any format mlxdet reads, a directory of them, or a run.
 
     \b
     Example:
@@ -25,7 +25,9 @@ def digest(path: str, as_json: bool) -> None:
     value = content_digest(opened.tensors)
     if as_json:
         size = sum(t.data.nbytes for t in opened.tensors.values())
-        print_json({"path": path, "format": opened.format, "digest": value, "tensors": len(opened.tensors), "bytes": size})
+        print_json(
+            {"path": path, "format": opened.format, "digest": value, "tensors": len(opened.tensors), "bytes": size}
+        )
     else:
         click.echo(f"{value}  {path}")
 

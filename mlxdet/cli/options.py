@@ -29,7 +29,7 @@ class SectionedCommand(click.Command):
     """A command whose help shows options section by section, its own first."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {"Options": []} | {title: [] for title in SECTIONS.values()}
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS.values())}
         for param in self.get_params(ctx):
             shown = param.get_help_record(ctx)
             if shown is not None:
@@ -44,7 +44,9 @@ class SectionedCommand(click.Command):
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that every verb has: --json and --debug."""
     command = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")(
+        command
+    )
 
 
 def print_json(value: Any) -> None:
@@ -65,7 +67,9 @@ def config_options(comfort_only: bool = False) -> Callable[[Callable[..., Any]],
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for f in reversed(FIELDS.values()):
-            default = "" if f.default in (None, (), "") or f.optional else f"  [default: {f.default!r}]".replace("'", "")
+            default = (
+                "" if f.default in (None, (), "") or f.optional else f"  [default: {f.default!r}]".replace("'", "")
+            )
             metavar = {int: "N", float: "X", str: "TEXT", tuple: "PATH"}[f.kind]
             command = click.option(
                 flag(f.name), f.name, cls=SectionOption, section=f.section, type=_kind(f), default=None,
@@ -74,7 +78,11 @@ def config_options(comfort_only: bool = False) -> Callable[[Callable[..., Any]],
             )(command)  # fmt: skip
             if f.name == "prefetch":
                 command = click.option(
-                    "--no-prefetch", is_flag=True, cls=SectionOption, section=f.section, help="The same as --prefetch 0."
+                    "--no-prefetch",
+                    is_flag=True,
+                    cls=SectionOption,
+                    section=f.section,
+                    help="The same as --prefetch 0.",
                 )(command)
         return command
 

@@ -17,9 +17,9 @@ from mlxdet.cli.options import common, print_json
 def smoke(device: str, keep: str | None, as_json: bool) -> int:
     """Prove on this machine that the same seed gives the same bits.
 
-    Trains a small model a dozen times in fresh processes and compares losses, weights and moments. Takes about a minute.
-    DETERMINISM_TOL (default 1e-2) is the largest same-seed difference of losses that its line lets pass; all the other
-    lines compare bits. Exit 1 names what does not hold.
+    Trains a small model a dozen times in fresh processes and compares losses, weights and moments. Takes about a
+    minute. DETERMINISM_TOL (default 1e-2) is the largest same-seed difference of losses that its line lets pass; all
+    the other lines compare bits. Exit 1 names what does not hold.
 
     \b
     Example:

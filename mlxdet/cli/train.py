@@ -48,8 +48,9 @@ def train(
 def resume(run: str, inexact: bool, as_json: bool, **options: Any) -> int | None:
     """Go on with a run from its newest checkpoint, bit for bit.
 
-    Everything comes from the run's directory. What changes speed or comfort only can be given anew; a changed text, seed,
-    batch or schedule is refused. Steps already logged beyond the checkpoint are run again and must give the same bits.
+    Everything comes from the run's directory. What changes speed or comfort only can be given anew; a changed text,
+    seed, batch or schedule is refused. Steps already logged beyond the checkpoint are run again and must give the
+    same bits.
 
     \b
     Example:

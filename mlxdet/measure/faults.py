@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 
@@ -40,7 +41,7 @@ def unseeded_batches() -> None:
     """Windows are picked by a generator that nobody seeded."""
     from mlxdet.data import batches
 
-    batches.stream = lambda *args: _noise(64)  # type: ignore[assignment]
+    batches.stream = lambda *args: _noise(64)
 
 
 def one_seed() -> None:
@@ -66,8 +67,6 @@ def evaluation_draws() -> None:
         shift = 0
 
         def batch(self, step: int) -> Any:
-            from dataclasses import replace
-
             return replace(super().batch(step + Shifted.shift), step=step)
 
     whole = loop._Trainer._validate
@@ -85,20 +84,16 @@ def eager_workers() -> None:
 
     class Swapped(loop.Prefetcher):  # type: ignore[type-arg]
         def __init__(self, produce: Callable[[int], Any], start: int, stop: int, depth: int):
-            from dataclasses import replace
-
             def swapped(step: int) -> Any:
                 return replace(produce(step + 1 if step % 2 else step - 1), step=step)
 
             super().__init__(swapped if depth > 1 else produce, start, stop, depth)
 
-    loop.Prefetcher = Swapped  # type: ignore[misc]
+    loop.Prefetcher = Swapped  # type: ignore[misc,assignment]
 
 
 def forgotten_moments() -> None:
     """A resume takes the weights and starts the optimizer anew."""
-    from dataclasses import replace
-
     from mlxdet.training import checkpoint
 
     whole = checkpoint.load

@@ -1,7 +1,9 @@
-"""The contract, proven on this machine in about a minute: fresh processes, a small model, learning rates that move weights.
+"""The contract, proven on this machine in about a minute: fresh processes, a small model, learning rates that move
+weights.
 
-The first three lines are those of the original harness (step 0, same seed, another seed, by loss). The others look where
-it did not: weights and moments by their bits, one step repeated, prefetch, cadence, kill -9 and resume, hash order.
+The first three lines are those of the original harness (step 0, same seed, another seed, by loss). The others look
+where it did not: weights and moments by their bits, one step repeated, prefetch, cadence, kill -9 and resume, hash
+order.
 """
 
 import json
@@ -68,7 +70,7 @@ class Children:
         return out
 
     def killed_and_resumed(self, name: str, *flags: str, after: int) -> Path:
-        """Train a run, kill -9 it once `after` steps are logged, resume it in a new process, and return its directory."""
+        """Train a run, kill -9 it once `after` steps are logged, resume it in a new process, return its directory."""
         out = self.where / name
         args = ["train", *RECIPE, "--device", self.device, "--seed", str(SEED), "--out", str(out), "--json", *flags]
         child = self._start([*args, "--throttle", "0.9"], {})
@@ -138,8 +140,13 @@ def tolerance() -> float:
     return value
 
 
-def smoke(where: Path, device: str = "auto", command: Sequence[str] = (sys.executable, "-m", "mlxdet")) -> Iterator[Check]:
-    """Yield the checks one by one, training in the empty directory `where`. A failed training is a check that does not hold."""
+def smoke(
+    where: Path, device: str = "auto", command: Sequence[str] = (sys.executable, "-m", "mlxdet")
+) -> Iterator[Check]:
+    """Yield the checks one by one, training in the empty directory `where`.
+
+    A failed training is a check that does not hold.
+    """
     tol = tolerance()
     children = Children(command, where, device)
     try:
@@ -177,14 +184,17 @@ def smoke(where: Path, device: str = "auto", command: Sequence[str] = (sys.execu
         ("prefetch 1", lambda: children.train("prefetch-1", "--prefetch", "1")),
         ("prefetch 4", lambda: children.train("prefetch-4", "--prefetch", "4")),
         ("other evaluation, sampling and save cadence",
-         lambda: children.train("cadence", *"--val-every 5 --sample-every 4 --save-every 3 --log-every 1".split())),
+         lambda: children.train("cadence", *["--val-every", "5", "--sample-every", "4", "--save-every", "3",
+         "--log-every", "1"])),
         ("kill -9 and resume", lambda: children.killed_and_resumed("killed", "--save-every", "4", after=7)),
         ("another PYTHONHASHSEED", lambda: children.train("hash", PYTHONHASHSEED="12345")),
     ]  # fmt: skip
     for name, make in same_files:
         try:
             bad = differences(a, make())
-            yield Check(name, not bad, f"{name}: {'bit-exact' if not bad else 'differs in ' + ', '.join(bad)}", {"differ": bad})
+            yield Check(
+                name, not bad, f"{name}: {'bit-exact' if not bad else 'differs in ' + ', '.join(bad)}", {"differ": bad}
+            )
         except ChildFailed as error:
             yield Check(name, False, f"{name}: {error}", {})
 

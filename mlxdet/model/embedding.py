@@ -39,7 +39,9 @@ def limbs(tokens: int) -> tuple[int, int]:
     """Return (bits per limb, number of limbs) such that `tokens` limbs never overflow int32 and all hold >= 32 bits."""
     bits = 30 - max(13, (tokens - 1).bit_length())
     if bits < 4:
-        raise ValueError(f"a step of {tokens} tokens is too many for the fixed-point embedding gradient (2**26 at most)")
+        raise ValueError(
+            f"a step of {tokens} tokens is too many for the fixed-point embedding gradient (2**26 at most)"
+        )
     return bits, -(-32 // bits)
 
 

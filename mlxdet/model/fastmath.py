@@ -1,13 +1,13 @@
 """exp, GELU, softmax attention and cross entropy from plain arithmetic, for MLX's CPU backend.
 
-There the transcendental functions are scalar calls into the host's C library, 20 to 30 ns an element: in a small GPT they
-take three quarters of a step. Written as multiplications and additions, MLX's compiler fuses them into one loop that the
-host compiler vectorises, four to eight times faster, at an error no larger than the library's (tests/model/test_fastmath.py
-holds both against float64), and the same on every host, whatever its C library. They are the same kernels in both
-`--kernels` modes.
+There the transcendental functions are scalar calls into the host's C library, 20 to 30 ns an element: in a small GPT
+they take three quarters of a step. Written as multiplications and additions, MLX's compiler fuses them into one loop
+that the host compiler vectorises, four to eight times faster, at an error no larger than the library's
+(tests/model/test_fastmath.py holds both against float64), and the same on every host, whatever its C library. They
+are the same kernels in both `--kernels` modes.
 
-Where a derivative costs almost nothing beside its value (GELU shares one exp), value and derivative are computed together
-and joined by `_with_slope`, so that the backward pass is one multiplication.
+Where a derivative costs almost nothing beside its value (GELU shares one exp), value and derivative are computed
+together and joined by `_with_slope`, so that the backward pass is one multiplication.
 """
 
 import mlx.core as mx

@@ -43,7 +43,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield `tokens` ids that follow the ids of `prompt` (at least one; all within the vocabulary)."""
     assert config.context
-    text = [int(i) for i in prompt]
+    text = list(prompt)
     past: gpt.Past | None = None
     unread = text[-config.context :]
     for _ in range(tokens):

@@ -1,8 +1,8 @@
 """A pre-norm GPT in the style of GPT-2 as pure functions over a flat dictionary of named weights.
 
-Learned positions, LayerNorm with bias (eps 1e-5), exact GELU, fused QKV, tied head. Attention and LayerNorm come from the
-backend (`Ops`): MLX's fused kernels where they cannot race, plain operations where they can. The embedding lookup stays
-outside `logits`, so that its gradient can be computed without a scatter (model/embedding.py).
+Learned positions, LayerNorm with bias (eps 1e-5), exact GELU, fused QKV, tied head. Attention and LayerNorm come from
+the backend (`Ops`): MLX's fused kernels where they cannot race, plain operations where they can. The embedding lookup
+stays outside `logits`, so that its gradient can be computed without a scatter (model/embedding.py).
 """
 
 import math

@@ -4,6 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxdet.backends import Backend
+from mlxdet.backends.cuda import attention as plain
+from mlxdet.backends.cuda import norms
 from mlxdet.model import fastmath
 from mlxdet.model.gpt import Ops
 
@@ -20,9 +22,9 @@ def ops_for(backend: Backend) -> Ops:
     """Return the kernels for `backend`: MLX's own, except on the CPU (too slow) and where `backend` says they race."""
     if backend.name == "cpu":
         return Ops(mx.fast.layer_norm, fastmath.attention, fastmath.gelu, fastmath.cross_entropy)
-    layer_norm, attention = mx.fast.layer_norm, _fused_attention
-    if backend.norms == "plain":
-        from mlxdet.backends.cuda.norms import layer_norm
-    if backend.attention == "plain":
-        from mlxdet.backends.cuda.attention import attention
-    return Ops(layer_norm, attention, nn.gelu, _cross_entropy)
+    return Ops(
+        norms.layer_norm if backend.norms == "plain" else mx.fast.layer_norm,
+        plain.attention if backend.attention == "plain" else _fused_attention,
+        nn.gelu,
+        _cross_entropy,
+    )

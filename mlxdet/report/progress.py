@@ -1,6 +1,5 @@
 """Live progress: a bar on a terminal, plain flushed lines into a pipe or a file. With --json both go to stderr."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,8 @@ class Lines:
         environment = run.manifest["environment"]
         corpus = run.manifest["corpus"]
         self.say(
-            f"{run.path}: {m.layers} layers, width {m.width}, context {m.context}, {run.manifest['parameters']:,} parameters, "
-            f"{m.dtype}\n"
+            f"{run.path}: {m.layers} layers, width {m.width}, context {m.context}, "
+            f"{run.manifest['parameters']:,} parameters, {m.dtype}\n"
             f"text: {corpus['tokens']:,} tokens ({corpus['kind']}, vocabulary {corpus['vocab']}), "
             f"{run.manifest['val_tokens']:,} of them for validation\n"
             f"device: {environment['decides']['device']}, mlx {environment['decides']['mlx']}, "

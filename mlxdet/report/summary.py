@@ -1,6 +1,7 @@
 """The result of a run in a few numbers."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 from mlxdet.training import checkpoint
@@ -39,6 +40,6 @@ def sparkline(values: list[float], width: int = 60) -> str:
         return ""
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     return "".join(BARS[int((m - low) / ((high - low) or 1.0) * (len(BARS) - 1) + 0.5)] for m in means)

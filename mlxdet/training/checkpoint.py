@@ -34,7 +34,8 @@ _UNFINISHED = ".unfinished-"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a training on the host: weights, first and second moments (float32, the same names), and steps done."""
+    """The state of a training on the host: weights, first and second moments (float32, the same names), and steps
+    done."""
 
     weights: dict[str, np.ndarray]
     first: dict[str, np.ndarray]
@@ -117,8 +118,8 @@ def published(checkpoints: Path) -> list[int]:
 def save(checkpoints: Path, state: Snapshot, recipe: str) -> Path:
     """Publish `state` as a checkpoint and return its directory.
 
-    `recipe` is the digest of what the run is made of. Raises Fault if a weight or moment is not finite, or if the disk is
-    full: then the earlier checkpoints are untouched.
+    `recipe` is the digest of what the run is made of. Raises Fault if a weight or moment is not finite, or if the
+    disk is full: then the earlier checkpoints are untouched.
     """
     final = directory(checkpoints, state.step)
     steps = published(checkpoints)
@@ -188,7 +189,11 @@ def load(path: Path, recipe: str | None = None) -> Snapshot:
         try:
             size, sha = file.stat().st_size, _sha256(file)
             if size != said["bytes"] or sha != said["sha256"]:
-                what = f"{size} bytes instead of {said['bytes']}" if size != said["bytes"] else "changed since it was saved"
+                what = (
+                    f"{size} bytes instead of {said['bytes']}"
+                    if size != said["bytes"]
+                    else "changed since it was saved"
+                )
                 raise UsageError(f"{file}: damaged ({what}); {way_out}")
             tensors, _ = read_safetensors(file)
         except OSError as error:
@@ -201,7 +206,9 @@ def load(path: Path, recipe: str | None = None) -> Snapshot:
     names = {f"{k}.{moment}" for k in model for moment in "mv"}
     if step != content["step"] or set(optimizer) != names:
         odd = sorted(set(optimizer) ^ names)
-        raise UsageError(f"{path / OPTIMIZER}: does not belong to {MODEL} (step {step}, {', '.join(odd[:5])}); {way_out}")
+        raise UsageError(
+            f"{path / OPTIMIZER}: does not belong to {MODEL} (step {step}, {', '.join(odd[:5])}); {way_out}"
+        )
     first, second = ({k: optimizer[f"{k}.{moment}"] for k in model} for moment in "mv")
     return Snapshot(model, first, second, step)
 

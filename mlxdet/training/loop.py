@@ -1,8 +1,8 @@
 """Training a run: make it or take it up again, then step, log, validate, save, until done or told to stop.
 
-The host stays off the critical path: the graph of step s+1 is built and its batch is at hand while step s runs; then the
-result of step s is read and logged, and s+1 starts at once. A step with a non-finite loss or gradient has withheld its own
-update on the device (`Outcome.applied`), and nothing is saved after it.
+The host stays off the critical path: the graph of step s+1 is built and its batch is at hand while step s runs; then
+the result of step s is read and logged, and s+1 starts at once. A step with a non-finite loss or gradient has
+withheld its own update on the device (`Outcome.applied`), and nothing is saved after it.
 """
 
 import signal
@@ -152,7 +152,9 @@ def open_data(run: Run) -> tuple[Corpus, TextBatches]:
     """Return the corpus and batches of a run, the corpus checked against the manifest. Does not import MLX."""
     corpus = _corpus(run.config)
     if corpus.describe()["digest"] != run.manifest["corpus"]["digest"]:
-        raise UsageError(f"{run.path}: the text is not the one this run was trained on:{_corpus_diff(run, corpus.describe())}")
+        raise UsageError(
+            f"{run.path}: the text is not the one this run was trained on:{_corpus_diff(run, corpus.describe())}"
+        )
     return corpus, text_batches(run.config, corpus)
 
 
@@ -233,7 +235,7 @@ class _Trainer:
             raise UsageError(f"{self.run.path}: the checkpoint does not fit the model: {'; '.join(odd[:5])}")
 
     def train(self, resumed: list[list[Any]] | None) -> Run:
-        """Run to the last step. `resumed`: None for a new run, else the differences of environment that were accepted."""
+        """Run to the last step. `resumed`: None for a new run, else the accepted differences of environment."""
         with Logs(self.run) as self.logs, _signals() as asked:
             if resumed is None:
                 self.logs.event("start", step=0)
@@ -287,7 +289,9 @@ class _Trainer:
         if not applied:
             steps = self.run.steps()
             kept = f"step {steps[-1]}" if steps else "none was saved yet"
-            self.logs.event("non-finite", step=batch.step, loss=str(loss), grad_norm=str(norm), rows=batch.rows.tolist())
+            self.logs.event(
+                "non-finite", step=batch.step, loss=str(loss), grad_norm=str(norm), rows=batch.rows.tolist()
+            )
             raise Fault(
                 f"step {batch.step}: loss {loss}, gradient norm {norm}: not finite, so the update was not made; "
                 f"last good checkpoint: {kept}. Rows of the batch: {batch.rows.tolist()} "
@@ -324,7 +328,12 @@ class _Trainer:
     def _validate(self) -> None:
         if self.windows and self.config.loop.val_every:
             loss = self.evaluator.loss(self.state.weights, self.windows)
-            record = {"step": self.state.step, "loss": loss, "loss_hex": loss.hex(), "windows": sum(map(len, self.windows))}
+            record = {
+                "step": self.state.step,
+                "loss": loss,
+                "loss_hex": loss.hex(),
+                "windows": sum(map(len, self.windows)),
+            }
             self.logs.validation.write(record)
             self.listener.validated(self.state.step, loss)
 
@@ -332,7 +341,7 @@ class _Trainer:
         from mlxdet.model.generate import generate
 
         rng = Splitmix64(stream(self.config.seeds.seed, "sample", self.state.step))
-        prompt = self.corpus.tokenizer.encode(self.config.loop.sample_prompt)
+        prompt = self.corpus.tokenizer.encode(self.config.loop.sample_prompt).tolist()
         ids = generate(
             self.state.weights, self.config.model, self.step_fn.ops, self.step_fn.dtype, prompt,
             self.config.loop.sample_tokens, temperature=0.8, top_k=0, rng=rng,

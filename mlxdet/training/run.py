@@ -1,8 +1,8 @@
 """A run on disk: manifest, append-only logs of exact numbers, checkpoints, and one writer at a time.
 
-`metrics.jsonl` and `validation.jsonl` hold nothing that depends on time or host, so two equal runs have equal files. Every
-line is written whole in one call; what a crash left of a last line is cut when the run is opened for writing. Steps
-logged beyond the checkpoint that a resume starts from are run again, and must give the logged line again.
+`metrics.jsonl` and `validation.jsonl` hold nothing that depends on time or host, so two equal runs have equal files.
+Every line is written whole in one call; what a crash left of a last line is cut when the run is opened for writing.
+Steps logged beyond the checkpoint that a resume starts from are run again, and must give the logged line again.
 """
 
 import fcntl
@@ -60,7 +60,7 @@ class Log:
                 os.truncate(self.path, whole)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append `record`. If its step is already logged, require the same bits instead. Raises Fault if they differ."""
+        """Append `record`; if its step is already logged, raise Fault unless the bits are the same."""
         text, step = line(record), record.get("step")
         known = self._known.get(step) if step is not None else None
         if known is None:
@@ -72,8 +72,9 @@ class Log:
             was = json.loads(known)
             field = next(k for k in was.keys() | record.keys() if was.get(k) != record.get(k))
             raise Fault(
-                f"step {step} did not reproduce: {field} was logged as {was.get(field)!r} and is now {record.get(field)!r} "
-                f"({self.path.name}). Something outside the recipe changed: the machine, the libraries or the files"
+                f"step {step} did not reproduce: {field} was logged as {was.get(field)!r}, now it is "
+                f"{record.get(field)!r} ({self.path.name}). Something outside the recipe changed: the machine, the "
+                f"libraries or the files"
             )
 
     def sync(self) -> None:

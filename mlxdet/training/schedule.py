@@ -1,8 +1,8 @@
 """Learning rates as pure functions of the step: linear warmup, then cosine, warmup-stable-decay, or constant.
 
-Formulas, with s the step from 0: warmup max*(s+1)/warmup; cosine min+(max-min)*(1+cos(pi*p))/2 over the steps after warmup;
-wsd (Hu et al., MiniCPM, arXiv:2404.06395) max until the last `decay_steps`, whose default shape 1-sqrt(p) is from
-Hägele et al., arXiv:2405.18392.
+Formulas, with s the step from 0: warmup max*(s+1)/warmup; cosine min+(max-min)*(1+cos(pi*p))/2 over the steps after
+warmup; wsd (Hu et al., MiniCPM, arXiv:2404.06395) max until the last `decay_steps`, whose default shape 1-sqrt(p) is
+from Hägele et al., arXiv:2405.18392.
 """
 
 import math

@@ -1,12 +1,12 @@
 """One training step as a pure function: (state, batch) -> (state', loss, gradient norm).
 
-Three compiled pieces, the same whatever the accumulation: the gradient of the summed loss of one micro-batch, the sum of
-two gradients, and the update. Micro-batches are summed in a fixed binary tree over their index, so that a step cut into
-1, 2, 4 ... groups of workers can give the same bits, and the sum is divided by the number of scored tokens once.
+Three compiled pieces, the same whatever the accumulation: the gradient of the summed loss of one micro-batch, the sum
+of two gradients, and the update. Micro-batches are summed in a fixed binary tree over their index, so that a step cut
+into 1, 2, 4 ... groups of workers can give the same bits, and the sum is divided by the number of scored tokens once.
 
 The embedding lookup is outside autograd: value_and_grad runs by the weights and by the looked-up rows, and the rows'
-gradient is added to the table by `segment_sum`, without float atomics. `kernels="default"` leaves the lookup to autograd,
-as MLX users usually do: the control arm.
+gradient is added to the table by `segment_sum`, without float atomics. `kernels="default"` leaves the lookup to
+autograd, as MLX users usually do: the control arm.
 
 Nothing is drawn from a global generator: dropout and noise take keys made of (seed, name, step, micro-batch).
 """
@@ -124,7 +124,9 @@ class TrainStep:
         h = gpt.hidden(weights, e, self.config.model, self.ops, drop)
         return self.ops.cross_entropy(gpt.logits(weights, h), targets).sum()
 
-    def gradient(self, weights: gpt.Weights, tokens: mx.array, keys: list[mx.array | None]) -> tuple[mx.array, gpt.Weights]:
+    def gradient(
+        self, weights: gpt.Weights, tokens: mx.array, keys: list[mx.array | None]
+    ) -> tuple[mx.array, gpt.Weights]:
         """Return (summed loss, float32 gradients by name) of one micro-batch, tokens int32 (B, T+1)."""
         ids, targets = tokens[:, :-1], tokens[:, 1:]
         if self.config.loop.kernels == "default":
@@ -144,8 +146,8 @@ class TrainStep:
     ) -> tuple[gpt.Weights, gpt.Weights, gpt.Weights, mx.array, mx.array, mx.array]:
         """Return (weights, first, second, loss, gradient norm, applied) after AdamW with clipping.
 
-        AdamW as in Loshchilov and Hutter, arXiv:1711.05101: decoupled decay (matrices only), both moments bias-corrected.
-        `scalars`, float32: 1 / scored tokens, learning rate, 1 / (1 - beta1**t), 1 / (1 - beta2**t).
+        AdamW as in Loshchilov and Hutter, arXiv:1711.05101: decoupled decay (matrices only), both moments
+        bias-corrected. `scalars`, float32: 1 / scored tokens, learning rate, 1 / (1 - beta1**t), 1 / (1 - beta2**t).
         """
         o = self.config.optim
         per_token, lr, correct1, correct2 = scalars[0], scalars[1], scalars[2], scalars[3]

@@ -33,7 +33,7 @@ def write(
     tokenizer = load_tokenizer(run.config.data.tokenizer)
     if tokenizer.digest != run.manifest["corpus"].get("tokenizer", {}).get("digest", ""):
         raise UsageError(f"{run.config.data.tokenizer}: not the tokenizer that {run.path} was trained with")
-    ids = [int(i) for i in tokenizer.encode(prompt)]
+    ids = tokenizer.encode(prompt).tolist()
     if not ids:
         raise UsageError("--prompt: give at least one character to go on from")
     backend = backends.activate(run.config.loop.device, run.config.loop.kernels)

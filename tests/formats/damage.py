@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from mlxdet.formats import FormatError, open_checkpoint
@@ -27,7 +27,7 @@ def outcome(path: str | os.PathLike[str]) -> Content | None:
         return None
 
 
-def refused_everywhere(path: Path, damaged: Iterator[bytes], reader: Callable[[Path], object] = outcome) -> int:
+def refused_everywhere(path: Path, damaged: Iterable[bytes], reader: Callable[[Path], object] = outcome) -> int:
     """Write each of `damaged` to `path`, require a refusal of each, and return how many there were."""
     number = 0
     for data in damaged:
@@ -44,15 +44,20 @@ def truncations(data: bytes) -> Iterator[bytes]:
 
 def extensions(data: bytes) -> Iterator[bytes]:
     """Yield `data` with something added at its end or start."""
-    for extra in (b"\0", b" ", b"x", b"\0" * 32, b"\0" * 256, data):
+    for extra in (b"\0", b" ", b"x", b"\0" * 32, b"\0" * 256, data[:50]):
         yield data + extra
     for extra in (b"\0", b"x"):
         yield extra + data
 
 
-def flips(data: bytes, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield (bit number, data with that bit flipped) for every bit in the bytes [start, stop)."""
-    for bit in range(8 * start, 8 * (len(data) if stop is None else stop)):
-        changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
-        yield bit, bytes(changed)
+def flips(
+    path: Path, data: bytes, start: int = 0, stop: int | None = None, every: int = 1
+) -> Iterator[tuple[int, Content | None]]:
+    """Yield (bit, outcome) with each `every`-th bit in the bytes [start, stop) flipped; `path` has it while the caller looks."""
+    path.write_bytes(data)
+    with path.open("r+b", buffering=0) as file:
+        for bit in range(8 * start, 8 * (len(data) if stop is None else stop), every):
+            byte = data[bit // 8]
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << bit % 8]), bit // 8)
+            yield bit, outcome(path)
+            os.pwrite(file.fileno(), bytes([byte]), bit // 8)

@@ -43,7 +43,9 @@ def gguf_reader(path):
     swapped = reader.byte_order == "S"
     content = {}
     for tensor in reader.tensors:
-        raw = tensor.data.byteswap() if swapped and tensor.data.itemsize > 1 else tensor.data
+        # It gives bfloat16 as plain bytes.
+        raw = tensor.data.view(np.uint16) if tensor.tensor_type.name == "BF16" else tensor.data
+        raw = raw.byteswap() if swapped and raw.itemsize > 1 else raw
         shape = tuple(int(size) for size in tensor.shape[::-1])
         content[tensor.name] = (tensor.tensor_type.name, shape, raw.tobytes())
     return content
@@ -55,7 +57,8 @@ def tinygpt(data):
     content = {}
     for entry in header["manifest"]:
         name, shape = entry["name"], tuple(entry["shape"])
-        turned = len(shape) == 2 and name.endswith(".weight") and "embedding" not in name
+        embedding = name in ("token_embedding.weight", "position_embedding.weight")
+        turned = len(shape) == 2 and name.endswith(".weight") and not embedding
         for suffix in ("", ".m", ".v") if header.get("includesOptimizerState", True) else ("",):
             kind, code = ("F32", "<f4") if header.get("weightDtype", "fp32") == "fp32" else ("F16", "<f2")
             if kind == "F16":
@@ -118,7 +121,7 @@ def torch_legacy(data):
     _, _, _, value, keys = (_Unpickler(file).load() for _ in range(5))
     kinds = {}
     for item in value.values():
-        if isinstance(item, tuple) and str(item[0]).startswith("torch._utils._rebuild_tensor"):
+        if isinstance(item, tuple) and item[0] == "torch._utils._rebuild_tensor_v2":
             reference = item[1][0]
             kinds[reference[2]] = TORCH[reference[1].path.split(".")[-1]]
     storages = {}
@@ -127,7 +130,7 @@ def torch_legacy(data):
         storages[key] = np.frombuffer(file.read(number * np.dtype(kinds[key][1]).itemsize), "<" + kinds[key][1])
     content = {}
     for name, item in value.items():
-        if isinstance(item, tuple) and str(item[0]).startswith("torch._utils._rebuild_tensor"):
+        if isinstance(item, tuple) and item[0] == "torch._utils._rebuild_tensor_v2":
             reference, offset, shape, strides = item[1][:4]
             index = offset + sum(
                 (np.arange(size).reshape([-1 if axis == at else 1 for at in range(len(shape))]) * step)

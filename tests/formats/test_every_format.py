@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from damage import content, extensions, flips, outcome, refused_everywhere, truncations
+from damage import content, extensions, flips, refused_everywhere, truncations
 from samples import SAMPLES
 
 from mlxdet.formats import FormatError, content_digest, open_checkpoint
@@ -46,39 +46,30 @@ def test_any_added_byte_is_refused(kind, tmp_path):
 
 
 def test_a_flipped_bit_is_refused_or_read_as_it_stands(kind, tmp_path):
-    """Every bit of the header, and of the whole file where checksums cover it."""
+    """Every bit of the header; in archives, which have several times the bytes and checksums, every third of the file."""
     sample, path = SAMPLES[kind], tmp_path / "m"
-    accepted = 0
-    for bit, damaged in flips(sample.data, 0, sample.header):
-        path.write_bytes(damaged)
-        got = outcome(path)
+    changed = 0
+    for bit, got in flips(path, sample.data, 0, sample.header, every=1 if sample.oracle else 3):
         if got is None or got == sample.content:
             continue
-        accepted += 1
-        assert sample.oracle is not None and not kind.startswith("npz"), f"bit {bit} changed the content unseen"
-        argument = path if kind.startswith("gguf") else damaged
-        expected = {name: (_raw_name(kind, entry[0]), *entry[1:]) for name, entry in sample.oracle(argument).items()}
+        changed += 1
+        assert sample.oracle, f"bit {bit} changed the content unseen"
+        expected = sample.oracle(path if kind.startswith("gguf") else path.read_bytes())
         assert got == expected, f"bit {bit}"
-    assert (accepted > 0) == (sample.oracle is not None and not kind.startswith("npz"))
+    # Without a checksum a changed name is just another name: so some are accepted, and were compared.
+    assert (changed > 0) == bool(sample.oracle)
 
 
-def _raw_name(kind, name):
-    plain = name[0] in "FIUB" and name[1:2].isalnum() and "Q" not in name
-    return name + ":be" if kind == "gguf-big" and not plain else name
-
-
-def test_one_flipped_bit_of_data_is_one_bit_of_the_content_or_refused(kind, tmp_path):
-    sample, path = SAMPLES[kind], tmp_path / "m"
-    whole = b"".join(raw for _, _, raw in sample.content.values())
-    for _, damaged in flips(sample.data, sample.header):
-        path.write_bytes(damaged)
-        got = outcome(path)
-        if got is not None:
-            parts = b"".join(got[name][2] for name in sample.content)
-            changed = np.frombuffer(parts, np.uint8) ^ np.frombuffer(whole, np.uint8)
-            assert int(np.unpackbits(changed).sum()) == (2 if kind == "torch-legacy" and "t" in got else 1) or (
-                kind == "torch-legacy" and int(np.unpackbits(changed).sum()) == 1
-            )
+def test_a_flipped_bit_of_the_data_is_seen_or_refused(kind, tmp_path):
+    sample = SAMPLES[kind]
+    for bit, got in flips(tmp_path / "m", sample.data, sample.header):
+        assert got != sample.content, f"bit {bit}"
+        if got is None:
+            continue
+        before, after = (b"".join(parts[name][2] for name in sorted(parts)) for parts in (sample.content, got))
+        different = np.frombuffer(before, np.uint8) ^ np.frombuffer(after, np.uint8)
+        # One bit, or two in a tensor that another shares its storage with.
+        assert 1 <= int(np.bitwise_count(different).sum()) <= (2 if kind == "torch-legacy" else 1)
 
 
 def test_a_swapped_pair_of_tensors_is_seen(tmp_path):

@@ -104,7 +104,8 @@ def tinygpt(tensors, step=7, moments=True, header=None, **fields):
     for name, array in tensors.items():
         entries.append({"name": name, "shape": list(array.shape), "floatOffset": offset})
         offset += array.size
-        stored = array.T if array.ndim == 2 and name.endswith(".weight") and "embedding" not in name else array
+        embedding = name in ("token_embedding.weight", "position_embedding.weight")
+        stored = array.T if array.ndim == 2 and name.endswith(".weight") and not embedding else array
         if moments:
             body += b"".join((stored * np.float32(scale)).astype("<f4").tobytes() for scale in (1, 0.5, 0.25))
         else:

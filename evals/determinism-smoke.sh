@@ -1,0 +1,1 @@
+determinism-smoke

@@ -9,6 +9,7 @@ larger is memory-mapped, and several large files are joined once in the cache. C
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,8 @@ from mlxdet.data.demo import NAME, demo_note, demo_text
 from mlxdet.data.sources import Source, Unit, byte_order_mark, changed, find_sources, readable, units
 from mlxdet.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from mlxdet.errors import UsageError
+
+log = logging.getLogger("mlxdet")
 
 IN_MEMORY = 1 << 26  # bytes
 BLOCK = 1 << 18  # bytes of text per entry of the table that finds a token's place in the text
@@ -224,6 +227,7 @@ class TokenizedCorpus(_Corpus):
 
     def _build(self, writer: cache.Writer) -> dict[str, Any]:
         """Encode all sources into `writer`; the table holds (first token, file, byte offset, line) of every block."""
+        log.info("encoding %d bytes of text; this is done once, and cached", sum(f["bytes"] for f in self._files))
         table: list[list[int]] = []
         unknown, marked = 0, 0
         for k, source in enumerate(self._sources):

@@ -113,7 +113,8 @@ def read_archive(source: Source) -> dict[str, Member]:
     position = 0
     placed: dict[str, Member] = {}
     ordered = sorted(entries, key=lambda entry: entry.offset)
-    for entry, following in zip(ordered, [*(e.offset for e in ordered[1:]), directory.start], strict=True):
+    starts = [*(entry.offset for entry in ordered), directory.start]
+    for entry, following in zip(ordered, starts[1:], strict=True):
         if entry.offset != position:
             kind = "overlaps the one before it" if entry.offset < position else "leaves a gap before it"
             raise source.error(f"member {quote(entry.name)}: {kind} (starts at {entry.offset}, not at {position})")

@@ -57,7 +57,7 @@ def test_damaged_file_is_built_again_with_one_warning(tmp_path: Path, warned: li
     fetch(tmp_path, "key", 1000, build)
     path = tmp_path / "key.ids"
     good = path.read_bytes()
-    path.write_bytes(damage(good))  # type: ignore[operator]
+    path.write_bytes(damage(good))
     assert fetch(tmp_path, "key", 1000, build).tokens.tolist() == IDS.tolist()
     assert path.read_bytes() == good
     assert len(warned) == 1 and str(path) in warned[0] and "building it again" in warned[0]
@@ -78,7 +78,7 @@ def test_ids_never_wrap(tmp_path: Path, vocab: int) -> None:
     ids = np.array(
         sorted({0, vocab // 2, max(0, vocab - 2), vocab - 1} | {i for i in (255, 256, 65_535, 65_536) if i < vocab})
     )
-    tokens = fetch(tmp_path, "k", vocab, lambda writer: writer.write(ids) or {}).tokens  # type: ignore[func-returns-value]
+    tokens = fetch(tmp_path, "k", vocab, lambda writer: writer.write(ids) or {}).tokens
     assert tokens.tolist() == ids.tolist()
     assert tokens.dtype.itemsize == (1 if vocab <= 256 else 2 if vocab <= 65_536 else 4)
     for wrong in (-1, vocab, 2**32):
@@ -92,13 +92,13 @@ def test_an_id_outside_the_vocabulary_is_seen_on_load(tmp_path: Path, monkeypatc
 
     def write_unchecked(self: Writer, ids: np.ndarray) -> None:
         self.vocab = 1 << 16
-        Writer.write_checked(self, ids)  # type: ignore[attr-defined]
+        Writer.write_checked(self, ids)
         self.vocab = 1000
 
     monkeypatch.setattr(Writer, "write_checked", Writer.write, raising=False)
     monkeypatch.setattr(Writer, "write", write_unchecked)
     with pytest.raises(UsageError, match="token id 1000, outside the vocabulary of 1000"):
-        fetch(tmp_path, "key", 1000, lambda writer: writer.write(np.array([5, 1000])) or {})  # type: ignore[func-returns-value]
+        fetch(tmp_path, "key", 1000, lambda writer: writer.write(np.array([5, 1000])) or {})
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:

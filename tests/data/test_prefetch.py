@@ -1,6 +1,7 @@
 """Prefetch is a matter of speed: same items, same order, same exceptions at every depth, and nothing left behind."""
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ def test_leaving_early_ends_the_threads(depth: int, how: type[BaseException] | N
 
 def test_runs_ahead_by_depth_and_no_more() -> None:
     made: list[int] = []
-    with Prefetcher(lambda step: made.append(step) or step, 1, 100, 3) as ahead:  # type: ignore[func-returns-value]
+    with Prefetcher(lambda step: made.append(step) or step, 1, 100, 3) as ahead:
         for taken in range(5):
             deadline = time.monotonic() + 5
             while len(made) < taken + 3 and time.monotonic() < deadline:
@@ -111,6 +112,16 @@ def test_without_threads_nothing_is_made_before_it_is_asked_for() -> None:
 def test_must_be_entered() -> None:
     with pytest.raises(RuntimeError, match="enter"):
         next(Prefetcher(slow_square, 1, 3, 2))
+
+
+def test_an_interrupt_ends_the_wait_for_a_slow_batch() -> None:
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Prefetcher(lambda step: time.sleep(0.6), 1, 9, 2) as ahead:
+        timer.start()
+        next(ahead)
+    assert time.monotonic() - started < 5
+    timer.join()
 
 
 def test_a_stuck_worker_does_not_hang_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

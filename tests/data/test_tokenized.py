@@ -165,7 +165,7 @@ def test_text_changing_under_the_encoder_is_refused(
 
     def late(*args: object) -> object:
         write(tmp_path / "t", b"other text\n")
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args)
 
     monkeypatch.setattr(cache, "fetch", late)
     with pytest.raises(UsageError, match="t: the file changed"):

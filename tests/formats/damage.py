@@ -18,9 +18,14 @@ def content(tensors) -> Content:
 
 
 def outcome(path: str | os.PathLike[str]) -> Content | None:
-    """Return the content of the checkpoint at `path`, or None if it is refused, at opening or while reading."""
+    """Return the content of the checkpoint at `path`.
+
+    None if it is refused, at opening or while reading, or if a part of it is reported as unread.
+    """
     try:
-        return content(open_checkpoint(path).tensors)
+        checkpoint = open_checkpoint(path)
+        read = content(checkpoint.tensors)
+        return None if checkpoint.unread else read
     except FormatError as problem:
         # A refusal names its file and stays on one line.
         assert Path(path).name in str(problem) and "\n" not in str(problem)
@@ -53,7 +58,7 @@ def extensions(data: bytes) -> Iterator[bytes]:
 def flips(
     path: Path, data: bytes, start: int = 0, stop: int | None = None, every: int = 1
 ) -> Iterator[tuple[int, Content | None]]:
-    """Yield (bit, outcome) with each `every`-th bit in the bytes [start, stop) flipped; `path` has it while the caller looks."""
+    """Yield (bit, outcome) for each `every`-th bit of the bytes [start, stop); it is flipped in `path` meanwhile."""
     path.write_bytes(data)
     with path.open("r+b", buffering=0) as file:
         for bit in range(8 * start, 8 * (len(data) if stop is None else stop), every):

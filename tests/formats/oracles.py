@@ -40,6 +40,7 @@ def npz(data):
 
 def gguf_reader(path):
     reader = gguf.GGUFReader(path)
+    native = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8"}
     swapped = reader.byte_order == "S"
     content = {}
     for tensor in reader.tensors:
@@ -47,7 +48,8 @@ def gguf_reader(path):
         raw = tensor.data.view(np.uint16) if tensor.tensor_type.name == "BF16" else tensor.data
         raw = raw.byteswap() if swapped and raw.itemsize > 1 else raw
         shape = tuple(int(size) for size in tensor.shape[::-1])
-        content[tensor.name] = (tensor.tensor_type.name, shape, raw.tobytes())
+        kind = tensor.tensor_type.name
+        content[tensor.name] = (kind if kind in native or not swapped else f"{kind}:be", shape, raw.tobytes())
     return content
 
 
@@ -72,7 +74,7 @@ def tinygpt(data):
 
 
 def burnpack(data):
-    """Read one record by the rule for its layout that the offsets give away (a packed one has no gaps and no multiples)."""
+    """Read one record of exact length: the data section is its end, and must start at one of two places."""
     length = struct.unpack("<I", data[6:10])[0]
     entries = cbor2.loads(data[10 : 10 + length])["tensors"]
     stop = max((entry["data_offsets"][1] for entry in entries.values()), default=0)

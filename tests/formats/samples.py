@@ -107,7 +107,9 @@ def torch_zip() -> Sample:
 def torch_legacy() -> Sample:
     value, store, content = _torch()
     data = torch_writer.torch_legacy(value, store)
-    return Sample(data, content, len(data) - sum(len(raw) + 8 for _, raw, _ in store.data.values()), oracles.torch_legacy)
+    return Sample(
+        data, content, len(data) - sum(len(raw) + 8 for _, raw, _ in store.data.values()), oracles.torch_legacy
+    )
 
 
 def safetensors() -> Sample:

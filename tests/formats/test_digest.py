@@ -1,4 +1,4 @@
-"""The content digest: equal for equal content, different for any difference in name, dtype, shape, bytes or their borders."""
+"""The content digest: equal for equal content, different for any difference in name, dtype, shape or bytes."""
 
 import hashlib
 

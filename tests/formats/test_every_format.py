@@ -46,7 +46,7 @@ def test_any_added_byte_is_refused(kind, tmp_path):
 
 
 def test_a_flipped_bit_is_refused_or_read_as_it_stands(kind, tmp_path):
-    """Every bit of the header; in archives, which have several times the bytes and checksums, every third of the file."""
+    """Every bit of the header; of archives, which have checksums and many more bytes, every third of the file."""
     sample, path = SAMPLES[kind], tmp_path / "m"
     changed = 0
     for bit, got in flips(path, sample.data, 0, sample.header, every=1 if sample.oracle else 3):
@@ -85,7 +85,9 @@ def test_a_swapped_pair_of_tensors_is_seen(tmp_path):
     assert content_digest(one) != content_digest(two)
 
 
-@pytest.mark.parametrize("data", [b"x", b"hello world\n" * 50, bytes(1000), b"\x80\x04K\x01.", b"{}", b'{"a": 1}', b"PK"])
+@pytest.mark.parametrize(
+    "data", [b"x", b"hello world\n" * 50, bytes(1000), b"\x80\x04K\x01.", b"{}", b'{"a": 1}', b"PK"]
+)
 def test_what_is_no_checkpoint_is_refused(data, tmp_path):
     (tmp_path / "m").write_bytes(data)
     with pytest.raises(FormatError, match=r"m: is (not a checkpoint|a bare Python pickle)"):

@@ -1,4 +1,4 @@
-"""safetensors: the reader against the safetensors package both ways, the canonical writer, and everything that is refused."""
+"""safetensors: reader and canonical writer against the safetensors package, and all that is refused."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from damage import content, extensions, flips, refused_everywhere, truncations
+from damage import content, extensions, refused_everywhere, truncations
 from safetensors import deserialize
 
 from mlxdet.formats.safetensors import read_safetensors, write_safetensors
@@ -66,13 +66,12 @@ def test_what_we_write_we_read(tmp_path):
 
 def test_the_package_reads_what_we_write():
     tensors = every_dtype()
-    names = {"F8_E4M3": "F8_E4M3", "F8_E5M2": "F8_E5M2"}
-    theirs = {name: item for name, item in deserialize(written(tensors))}
+    theirs = dict(deserialize(written(tensors)))
     assert theirs.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert bytes(theirs[name]["data"]) == tensor.data.tobytes()
         assert tuple(theirs[name]["shape"]) == tensor.shape
-        assert theirs[name]["dtype"] == names.get(tensor.dtype, tensor.dtype)
+        assert theirs[name]["dtype"] == tensor.dtype
 
 
 def test_we_read_what_the_package_writes(tmp_path):
@@ -183,8 +182,7 @@ BAD = {
     "inside": (pack({"a": entry("F32", [4], 0, 16), "b": entry("F32", [1], 4, 8)}, bytes(16)), "'b'.*inside"),
     "no tensors, some data": (pack({}, bytes(4)), "4 bytes after"),
     "duplicate name": (pack(b'{"a":%s,"a":%s}' % (FJ, FJ), bytes(8)), "'a' twice"),
-    "duplicate key in an entry": (pack(b'{"a":{"dtype":"F32","dtype":"I32","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
-                                  "'dtype' twice"),
+    "duplicate key in an entry": (pack(b'{"a":{"dtype":"F32","dtype":"I32"}}', bytes(8)), "'dtype' twice"),
     "too few bytes for the shape": (pack({"a": entry("F32", [3], 0, 8)}, bytes(8)), "needs 12"),
     "negative shape": (pack({"a": entry("F32", [-2, -1], 0, 8)}, bytes(8)), "sizes"),
     "huge size": (pack({"a": entry("F32", [2**70], 0, 8)}, bytes(8)), "sizes"),
@@ -241,26 +239,6 @@ def test_truncation_at_every_byte_and_any_extension_is_refused(tmp_path):
     assert refused_everywhere(tmp_path / "m", extensions(data), refused) == 8
 
 
-def test_a_flipped_header_bit_is_refused_or_read_as_it_stands(tmp_path):
-    tensors, data = small_file()
-    whole, path = content(tensors), tmp_path / "m"
-    body = data[8 + int.from_bytes(data[:8], "little") :]
-    accepted = 0
-    for bit, damaged in flips(data, 0, len(data) - len(body)):
-        path.write_bytes(damaged)
-        got = refused(path)
-        if got is None:
-            continue
-        accepted += 1
-        # Only a name or a dtype of the same width can change without the header contradicting itself.
-        assert len(got) == 2 and got != whole, f"bit {bit}"
-        assert b"".join(raw for _, _, raw in got.values()) == body or set(got) != set(whole)
-        for item in deserialize(damaged):
-            dtype, shape, raw = got[item[0]]
-            assert (item[1]["dtype"], tuple(item[1]["shape"]), bytes(item[1]["data"])) == (dtype, shape, raw)
-    assert 0 < accepted < 60
-
-
 def test_a_header_shifted_by_one_tensor_is_refused(tmp_path):
     shapes = [("a", 3), ("b", 5), ("c", 4)]
     header, position = {}, 0
@@ -281,5 +259,5 @@ def test_a_file_of_the_package_rewritten_by_us_holds_the_same(tmp_path):
 @pytest.mark.parametrize("kind", ["missing", "directory", "nul"])
 def test_a_path_that_is_no_file_is_refused(tmp_path, kind):
     path = {"missing": tmp_path / "nothing", "directory": tmp_path, "nul": "a\0b"}[kind]
-    with pytest.raises(FormatError, match="cannot be opened|not a regular file"):
+    with pytest.raises(FormatError, match=r"cannot be opened|not a regular file"):
         read_safetensors(path)

@@ -1,15 +1,16 @@
-"""A writer of PyTorch's two file formats without PyTorch: pickles that name its functions, and the storages beside them."""
+"""A writer of PyTorch's two file formats without PyTorch: pickles that name its functions, and storages."""
 
 import collections
 import io
 import pickle
 import struct
+from typing import ClassVar
 
 import writers
 
 STORAGES = {"<f4": "FloatStorage", "<f8": "DoubleStorage", "<f2": "HalfStorage", "<i8": "LongStorage",
-            "<i4": "IntStorage", "<i2": "ShortStorage", "|i1": "CharStorage", "|u1": "ByteStorage", "|b1": "BoolStorage",
-            "<c8": "ComplexFloatStorage", "<c16": "ComplexDoubleStorage"}  # fmt: skip
+            "<i4": "IntStorage", "<i2": "ShortStorage", "|i1": "CharStorage", "|u1": "ByteStorage",
+            "|b1": "BoolStorage", "<c8": "ComplexFloatStorage", "<c16": "ComplexDoubleStorage"}  # fmt: skip
 MAGIC = 0x1950A86A20F9469CFC6C
 
 
@@ -37,7 +38,7 @@ class Reference:
 class Pickler(pickle._Pickler):
     """The pickler in Python, taught to write names of things that are not there."""
 
-    dispatch = dict(pickle._Pickler.dispatch)
+    dispatch: ClassVar[dict] = dict(pickle._Pickler.dispatch)
 
     def persistent_id(self, value):
         return value.identity if isinstance(value, Reference) else None

@@ -13,7 +13,9 @@ def npy(array, descr=None, fortran=None, shape=None, version=(1, 0), pad=True):
     """Return an npy file; `descr`, `fortran` and `shape` override what the array says."""
     header = {
         "descr": descr or array.dtype.str,
-        "fortran_order": bool(array.flags.f_contiguous and not array.flags.c_contiguous) if fortran is None else fortran,
+        "fortran_order": bool(array.flags.f_contiguous and not array.flags.c_contiguous)
+        if fortran is None
+        else fortran,
         "shape": array.shape if shape is None else shape,
     }
     text = repr(header).encode()

@@ -61,7 +61,9 @@ class Lines:
             f"device: {environment['decides']['device']}, mlx {environment['decides']['mlx']}, "
             f"{run.config.loop.kernels} kernels, seed {run.config.seeds.seed}"
         )
-        if step:
+        if step == self.steps:
+            self.say(f"already done: all {step} steps are trained")
+        elif step:
             self.say(f"resumed after step {step}")
         self.began, self.first = time.monotonic(), step
 

@@ -5,6 +5,7 @@ the result of step s is read and logged, and s+1 starts at once. A step with a n
 withheld its own update on the device (`Outcome.applied`), and nothing is saved after it.
 """
 
+import resource
 import signal
 import sys
 import threading
@@ -200,6 +201,15 @@ def _signals() -> Iterator[threading.Event]:
             signal.signal(name, old[name])
 
 
+def resident_bytes() -> int:
+    """Return the memory this process holds now, in bytes; on systems without /proc the most it has held."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts it in bytes
+
+
 class _Trainer:
     """One training of one run: what the steps share. MLX is imported here, after the backend was pinned."""
 
@@ -243,7 +253,8 @@ class _Trainer:
                 self.logs.event("resume", step=self.state.step, exact=not resumed, environment=resumed)
             try:
                 self.listener.started(self.run, self.state.step)
-                self._steps(asked)
+                if self.state.step < self.config.optim.steps:
+                    self._steps(asked)
                 done = self.state.step == self.config.optim.steps
                 self.run.stopped = "done" if done else "interrupted"
                 self.logs.event("stop", step=self.state.step, reason=self.run.stopped)
@@ -321,6 +332,7 @@ class _Trainer:
             "active": self.mx.get_active_memory(),
             "cache": self.mx.get_cache_memory(),
             "peak": self.mx.get_peak_memory(),
+            "resident": resident_bytes(),
         }
         self.logs.timing.write(timing)
         self.listener.stepped(record, timing)

@@ -110,6 +110,7 @@ def test_the_data_section_starts_at_the_alignment_after_the_header(tmp_path):
 
 
 T = [("a", (8,), 24, bytes(8)), ("b", (4,), 24, b"abcd")]
+LONG = ("b", (40,), 24, bytes(40))
 DEEP = ("array", ("array", ("array", ("array", ("array", "u8")))))
 BAD = {
     "version 1": (writers.gguf(T, version=1), "version 1"),
@@ -118,7 +119,7 @@ BAD = {
     "gap": (writers.gguf(T, offsets=[0, 64]), "'b': leaves a gap"),
     "unaligned": (writers.gguf(T, offsets=[0, 8]), "'b': leaves a gap"),
     "gap at the start": (writers.gguf(T, offsets=[32, 64]), "'a': leaves a gap"),
-    "shifted by one tensor": (writers.gguf([T[0], ("b", (40,), 24, bytes(40))], offsets=[32, 0]), "'a'.*inside tensor 'b'"),
+    "shifted by one tensor": (writers.gguf([T[0], LONG], offsets=[32, 0]), "'a'.*inside tensor 'b'"),
     "duplicate tensor": (writers.gguf([T[0], T[0]]), "'a': is there twice"),
     "duplicate key": (writers.gguf(T, [("k", "u8", 1), ("k", "u8", 1)]), "key 'k' twice"),
     "unknown type": (writers.gguf([("a", (8,), 99, bytes(8))]), "type 99"),

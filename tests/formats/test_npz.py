@@ -135,13 +135,19 @@ def test_zip64_archives(tmp_path, monkeypatch):
         assert outcome(path) is None
 
 
-def raw_archive(entries, gap=b"", before=b"", comment=b"", names=None):
-    """Return an archive by hand: (name, data, method, stated size or None) entries with `gap` between them."""
+def deflate(data):
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return packer.compress(data) + packer.flush()
+
+
+def raw_archive(entries, gap=b"", before=b"", comment=b"", names=None, cut=None):
+    """Return an archive by hand: (name, data, method, stated size or None) entries with `gap` between them.
+
+    `names` are other names for the members' own headers, `cut` ends packed data early.
+    """
     body, central = before, b""
     for index, (name, data, method, stated) in enumerate(entries):
-        packed = data if method == 0 else zlib.compressobj(9, zlib.DEFLATED, -15)
-        if method:
-            packed = packed.compress(data) + packed.flush()
+        packed = deflate(data)[:cut] if method == 8 else data
         size = len(data) if stated is None else stated
         local_name = name if names is None else names[index]
         common = (0, method, 0, 0, zlib.crc32(data), len(packed), size)
@@ -164,7 +170,7 @@ BAD_ZIP = {
     "another local name": (raw_archive([ONE], names=[b"b.npy"]), "contradict"),
     "not an array inside": (raw_archive([ONE, (b"readme.txt", b"x", 0, None)]), "neither npz"),
     "two stored sizes": (raw_archive([(b"a.npy", writers.npy(A), 0, 5)]), "two sizes"),
-    "unknown packing": (raw_archive([(b"a.npy", writers.npy(A), 12, None)]).replace(b"\x0c\0", b"\x0c\0"), "packed"),
+    "unknown packing": (raw_archive([(b"a.npy", writers.npy(A), 12, None)]), "packed"),
 }
 
 
@@ -235,10 +241,7 @@ def test_order_of_members_and_compression_do_not_change_the_content(tmp_path):
 
 def test_truncated_deflate_streams_are_refused(tmp_path):
     array, path = writers.npy(A), tmp_path / "m"
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-    packed = packer.compress(array) + packer.flush()
-    for cut in range(1, len(packed)):
-        # A whole, tight archive whose one member holds a stream that breaks off.
-        data = raw_archive([(b"a.npy", packed[:cut], 0, None)]).replace(b"\x14\0\0\0\0\0", b"\x14\0\0\0\x08\0")
-        path.write_bytes(data)
+    for cut in range(1, len(deflate(array))):
+        path.write_bytes(raw_archive([(b"a.npy", array, 8, None)], cut=cut))
         assert outcome(path) is None
+    assert opened(path, raw_archive([(b"a.npy", array, 8, None)]))["a"].to_numpy().tolist() == A.tolist()

@@ -4,6 +4,7 @@ Exit codes: 0 holds or done, 1 measured and does not hold (or training stopped o
 unreadable input, 130 interrupted and saved. Errors are one or two lines on stderr; --debug adds the traceback.
 """
 
+import io
 import os
 import sys
 import traceback
@@ -63,8 +64,11 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run the command line and exit the process."""
-    args = sys.argv[1:] if args is None else args
-    sys.exit(run(args))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A model can write any character; one that the terminal cannot show must not end a training.
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(run(sys.argv[1:] if args is None else args))
 
 
 def run(args: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Live progress: a bar on a terminal, plain flushed lines into a pipe or a file. With --json both go to stderr."""
 
+import io
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,15 @@ from mlxdet.training.run import METRICS, Run
 
 def listener(config: TrainConfig, as_json: bool) -> Listener:
     """Return what shows the progress of a training of `config` on this process's output."""
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console = _Console(stderr=as_json, highlight=False, soft_wrap=True)
     return Bar(console, config) if console.is_terminal else Lines(console, config)
+
+
+class _Console(Console):
+    """A console that leaves a reader that went away to its user; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def rate(tokens_per_s: float) -> str:
@@ -46,8 +54,12 @@ class Lines:
 
     def say(self, text: str) -> None:
         # Text from a model can hold anything; it is printed as it is, never as markup.
-        self.console.print(text, markup=False)
-        self.console.file.flush()
+        try:
+            self.console.print(text, markup=False)
+            self.console.file.flush()
+        except BrokenPipeError:
+            # The reader went away (`mlxdet train | head`). A training is worth more than its progress: go on without.
+            self.console = Console(file=io.StringIO())
 
     def started(self, run: Run, step: int) -> None:
         m = run.config.model

@@ -55,21 +55,20 @@ def gguf_reader(path):
 
 def tinygpt(data):
     length = struct.unpack("<I", data[8:12])[0]
-    header, position = json.loads(data[12 : 12 + length]), 16 + length
-    content = {}
+    header, body = json.loads(data[12 : 12 + length]), data[16 + length :]
+    # The rule of TinyGPTHeader.bodyLayout.
+    half = header.get("weightDtype", "fp32") == "fp16" or not header.get("includesOptimizerState", True)
+    content, position = {}, 0
     for entry in header["manifest"]:
         name, shape = entry["name"], tuple(entry["shape"])
         embedding = name in ("token_embedding.weight", "position_embedding.weight")
         turned = len(shape) == 2 and name.endswith(".weight") and not embedding
-        for suffix in ("", ".m", ".v") if header.get("includesOptimizerState", True) else ("",):
-            kind, code = ("F32", "<f4") if header.get("weightDtype", "fp32") == "fp32" else ("F16", "<f2")
-            if kind == "F16":
-                position = 16 + length + 2 * entry["floatOffset"]
-            number = int(np.prod(shape, dtype=np.int64))
-            array = np.frombuffer(data, code, number, position)
-            array = array.reshape(shape[::-1]).T if turned else array.reshape(shape)
-            content[name + suffix] = (kind, shape, array.tobytes())
+        for suffix in ("",) if half else ("", ".m", ".v"):
+            position = 2 * entry["floatOffset"] if half else position
+            array = np.frombuffer(body, "<f2" if half else "<f4", int(np.prod(shape, dtype=np.int64)), position)
             position += array.nbytes
+            array = array.reshape(shape[::-1]).T if turned else array
+            content[name + suffix] = ("F16" if half else "F32", shape, array.tobytes())
     return content
 
 

@@ -1,4 +1,4 @@
-"""Fuzzing: whatever is done to a file, a reader refuses it with a FormatError or reads what it says. Nothing else escapes.
+"""Fuzzing: whatever is done to a file, a reader refuses it with a FormatError or reads what it says, nothing else.
 
 Also bounded: each file is under 10 kB, and none may take long or make a large tensor out of it.
 """
@@ -6,8 +6,9 @@ Also bounded: each file is under 10 kB, and none may take long or make a large t
 import struct
 
 import pytest
+import torch_writer as tw
 from damage import outcome
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import SAMPLES
 
@@ -45,7 +46,7 @@ def small_limits(monkeypatch):
 
 @st.composite
 def damaged(draw, data):
-    """Return `data` after a few edits: bytes changed, cut out, put in, repeated, moved, or fields set to bad numbers."""
+    """Return `data` after a few edits: bytes changed, cut, put in, repeated, moved, or fields set to bad numbers."""
     changed = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(changed) - 1)))
@@ -99,20 +100,19 @@ def test_what_is_accepted_means_the_same_to_another_reader(kind, tmp_path):
     @BUDGET
     @given(st.data())
     def check(data):
-        # One byte of the header: enough to be accepted now and then.
+        # One byte of the header: little enough to be accepted now and then.
         at = data.draw(st.integers(0, sample.header - 1))
         value = data.draw(st.integers(0, 255))
         changed = sample.data[:at] + bytes([value]) + sample.data[at + 1 :]
         path.write_bytes(changed)
         got = outcome(path)
-        assume(got is not None)
-        assert got == sample.oracle(path if kind.startswith("gguf") else changed)
+        assert got is None or got == sample.oracle(path if kind.startswith("gguf") else changed)
 
     check()
 
 
-STARTS = [b"", b"GGUF\3\0\0\0", b"TGPT\2\0\0\0", b"\x93NUMPY\1\0", b"NRUB\1\0", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-          b"\x20\0\0\0\0\0\0\0{", b"PK\3\4", b'{"weight_map": ', b"\x80\x02"]  # fmt: skip
+STARTS = [b"", b"GGUF\3\0\0\0", b"TGPT\2\0\0\0", b"\x93NUMPY\1\0", b"NRUB\1\0", b"\x20\0\0\0\0\0\0\0{", b"PK\3\4",
+          b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b'{"weight_map": ', b"\x80\x02"]  # fmt: skip
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -128,19 +128,17 @@ def test_random_bytes(start, tmp_path):
     check()
 
 
-PICKLE = st.lists(
-    st.sampled_from([b"(", b"0", b"1", b"2", b"N", b"\x88", b"K\x05", b"J\xff\xff\xff\xff", b"\x8a\x01\x05", b"U\x01a",
-                     b"X\x01\0\0\0w", b"]", b"a", b"e", b"l", b")", b"t", b"\x85", b"\x86", b"\x87", b"}", b"d", b"s", b"u",
-                     b"q\x00", b"h\x00", b"q\x01", b"h\x01", b"R", b"b", b"o", b"Q", b"\x81", b"\x8f", b"\x90", b"\x91",
-                     b"cos\nsystem\n", b"ctorch\nFloatStorage\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"G" + bytes(8),
-                     b"ccollections\nOrderedDict\n", b"X\x07\0\0\0storage", b"ctorch\nSize\n"]),
-    max_size=60,
-)  # fmt: skip
+STEPS = [
+    b"(", b"0", b"1", b"2", b"N", b"\x88", b"K\x05", b"J\xff\xff\xff\xff", b"\x8a\x01\x05", b"U\x01a", b"X\x01\0\0\0w",
+    b"]", b"a", b"e", b"l", b")", b"t", b"\x85", b"\x86", b"\x87", b"}", b"d", b"s", b"u", b"q\x00", b"h\x00", b"q\x01",
+    b"h\x01", b"R", b"b", b"o", b"Q", b"\x81", b"\x8f", b"\x90", b"\x91", b"G" + bytes(8), b"cos\nsystem\n",
+    b"ctorch\nFloatStorage\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_parameter\n",
+    b"ccollections\nOrderedDict\n", b"X\x07\0\0\0storage", b"ctorch\nSize\n",
+]  # fmt: skip
+PICKLE = st.lists(st.sampled_from(STEPS), max_size=60)
 
 
 def test_random_programs_of_pickle(tmp_path):
-    import torch_writer as tw
-
     path = tmp_path / "m"
 
     @settings(BUDGET, max_examples=600)

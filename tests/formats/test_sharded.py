@@ -52,8 +52,8 @@ def test_shards_of_pytorch(tmp_path):
     for number, (name, array) in enumerate({"a": A, "b": B}.items()):
         store = tw.Store()
         writer = tw.torch_zip if number else tw.torch_legacy
-        value = {name: store.tensor(array), f"{name}2": tw.window(tw.Reference(
-            ("storage", tw.Global("torch", "FloatStorage"), "0", "cpu", array.size)), 0, array.shape, (1,))}  # fmt: skip
+        flat = store.storage(array)
+        value = {key: tw.window(flat, 0, array.shape, (1,)) for key in (name, f"{name}2")}
         (tmp_path / f"p-{number}.bin").write_bytes(writer(value, store))
         table |= dict.fromkeys(value, f"p-{number}.bin")
     checkpoint = open_checkpoint(write(tmp_path, table, "pytorch_model.bin.index.json"))

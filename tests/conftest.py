@@ -9,6 +9,8 @@ import pytest
 
 from mlxdet import backends
 
+# Two workers with two spinning BLAS threads each would fight over two cores. `evals/determinism-smoke` runs with all.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Before any test module imports MLX: a BLAS can only be loaded first.
 BACKEND = backends.activate("cpu")
 

@@ -37,6 +37,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     from mlxdet.formats.source import Source
 
     if os.path.isdir(path):
-        return directory.read(Path(path))
+        try:
+            return directory.read(Path(path))
+        except OSError as problem:
+            raise FormatError(f"{path}: cannot be read: {problem.strerror}") from None
     source = Source(path)
     return sharded.read(source, detect.open_file) if sharded.looks_like(source) else detect.open_file(source)

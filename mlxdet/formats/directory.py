@@ -19,10 +19,7 @@ def read(path: Path) -> Checkpoint:
         return run.read_checkpoint(path)
     if run.is_run(path):
         return run.read_run(path)
-    try:
-        files = sorted(file for file in path.iterdir() if file.is_file())
-    except OSError as problem:
-        raise FormatError(f"{path}: cannot be opened: {problem.strerror}") from None
+    files = sorted(file for file in path.iterdir() if file.is_file())
     sources = [Source(file) for file in files if file.stat().st_size]
     indices = [source for source in sources if source.path.name.endswith(".index.json") and sharded.looks_like(source)]
     if indices:

@@ -16,7 +16,8 @@ import numpy as np
 from mlxdet.formats import pickles
 from mlxdet.formats.checkpoint import Checkpoint
 from mlxdet.formats.source import Source, quote
-from mlxdet.formats.torch_objects import Found, as_checkpoint, storages
+from mlxdet.formats.torch_objects import Found, as_checkpoint
+from mlxdet.formats.torch_storages import storages
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _START = b"\x8a\n" + _MAGIC.to_bytes(10, "little") + b"."

@@ -9,101 +9,23 @@ described in the metadata.
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from mlxdet.formats.checkpoint import Checkpoint, by_name
-from mlxdet.formats.checks import MAX_EXPANDED, check_shape, count, is_count
+from mlxdet.formats.checks import check_shape, count, is_count
 from mlxdet.formats.pickles import Call, Global, Persistent
 from mlxdet.formats.source import Source, quote
-from mlxdet.formats.tensor import DeferredTensor, FormatError, Tensor
+from mlxdet.formats.tensor import FormatError
+from mlxdet.formats.torch_storages import DTYPES, Window, as_tensor, storage_of
 
 MAX_VALUES = 4_000_000  # values visited; a pickle can refer to one list from many places, and grow without end that way
 MAX_DEPTH = 100
 
-# The storage classes and dtypes of PyTorch: name and bytes per element. Quantised ones are here so that a file that has
-# them can be walked to its end.
-_STORAGES = {
-    "DoubleStorage": ("F64", 8), "FloatStorage": ("F32", 4), "HalfStorage": ("F16", 2), "BFloat16Storage": ("BF16", 2),
-    "LongStorage": ("I64", 8), "IntStorage": ("I32", 4), "ShortStorage": ("I16", 2), "CharStorage": ("I8", 1),
-    "ByteStorage": ("U8", 1), "BoolStorage": ("BOOL", 1), "ComplexFloatStorage": ("C64", 8),
-    "ComplexDoubleStorage": ("C128", 16), "UntypedStorage": ("U8", 1), "_UntypedStorage": ("U8", 1),
-    "QInt8Storage": ("QINT8", 1), "QUInt8Storage": ("QUINT8", 1), "QInt32Storage": ("QINT32", 4),
-    "QUInt4x2Storage": ("QUINT4X2", 1), "QUInt2x4Storage": ("QUINT2X4", 1),
-}  # fmt: skip
-_DTYPES = {
-    "float64": ("F64", 8), "double": ("F64", 8), "float32": ("F32", 4), "float": ("F32", 4), "float16": ("F16", 2),
-    "half": ("F16", 2), "bfloat16": ("BF16", 2), "int64": ("I64", 8), "long": ("I64", 8), "int32": ("I32", 4),
-    "int": ("I32", 4), "int16": ("I16", 2), "short": ("I16", 2), "int8": ("I8", 1), "uint64": ("U64", 8),
-    "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1), "complex64": ("C64", 8),
-    "cfloat": ("C64", 8), "complex128": ("C128", 16), "cdouble": ("C128", 16), "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1), "float8_e8m0fnu": ("F8_E8M0", 1), "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
-    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
-}  # fmt: skip
 _TENSORS = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
 _PARAMETERS = {"_rebuild_parameter": 3, "_rebuild_parameter_with_state": 4}
 _DICTS = {("collections", "OrderedDict"), ("collections", "defaultdict")}
 _LISTS = {("builtins", "set"), ("builtins", "frozenset"), ("__builtin__", "set"), ("__builtin__", "frozenset")}
-
-
-class Storage(NamedTuple):
-    """A piece of file that tensors look into: `size` elements of `width` bytes."""
-
-    key: str
-    dtype: str
-    width: int
-    size: int
-    location: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.width
-
-
-class Window(NamedTuple):
-    """A tensor as PyTorch stores it: elements of a storage, by offset and strides, all counted in elements."""
-
-    storage: str
-    dtype: str
-    width: int
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def storage_of(source: Source, reference: Persistent) -> tuple[Storage, int]:
-    """Return the storage that a persistent id names, and the offset of the view on it (files of PyTorch 0.x)."""
-    identity = reference.id
-    if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
-        raise source.error("refers to something that is no storage of a tensor")
-    _, kind, key, location, size = identity[:5]
-    if not isinstance(kind, Global) or kind.name not in _STORAGES or kind.module.split(".")[0] != "torch":
-        raise source.error(
-            f"has a storage of the unknown type {quote(str(kind) if isinstance(kind, Global) else None)}"
-        )
-    if not isinstance(key, str) or not is_count(size):
-        raise source.error("has a storage without a key or size")
-    dtype, width = _STORAGES[kind.name]
-    offset = 0
-    if len(identity) == 6 and identity[5] is not None:
-        view = identity[5]
-        if not isinstance(view, tuple) or len(view) != 3 or not is_count(view[1]) or not is_count(view[2]):
-            raise source.error(f"storage {quote(key)}: has a damaged view")
-        offset = view[1]
-    return Storage(key, dtype, width, size, str(location) if isinstance(location, str) else ""), offset
-
-
-def storages(source: Source, references: Iterable[Persistent]) -> dict[str, Storage]:
-    """Return the storages that `references` name, by key. Two descriptions of one storage must agree."""
-    known: dict[str, Storage] = {}
-    for reference in references:
-        if isinstance(reference.id, tuple) and reference.id[:1] == ("module",):
-            continue  # the source text of a class, in files of PyTorch before 1.6
-        storage, _ = storage_of(source, reference)
-        if known.setdefault(storage.key, storage)[:4] != storage[:4]:
-            raise source.error(f"storage {quote(storage.key)}: is described in two ways")
-    return known
 
 
 @dataclass
@@ -266,9 +188,9 @@ class Found:
         dtype, width, total = storage.dtype, storage.width, storage.size
         if name == "_rebuild_tensor_v3":
             kind = args[6]
-            if not isinstance(kind, Global) or kind.module != "torch" or kind.name not in _DTYPES:
+            if not isinstance(kind, Global) or kind.module != "torch" or kind.name not in DTYPES:
                 return None
-            dtype, width = _DTYPES[kind.name]
+            dtype, width = DTYPES[kind.name]
             total = storage.nbytes // width
         shape = check_shape(self.source, path, size)
         if not isinstance(stride, tuple) or len(stride) != len(shape) or not all(is_count(step) for step in stride):
@@ -304,7 +226,7 @@ class Found:
             return ", ".join(self.plain_text(part, depth + 1) for part in parts)
 
         if isinstance(value, Global):
-            return str(value)
+            return str(value) if str(value).isprintable() else repr(str(value))
         if isinstance(value, int) and not isinstance(value, bool):
             return hex(value) if value.bit_length() > 64 else str(value)
         if isinstance(value, dict):
@@ -332,7 +254,7 @@ def as_checkpoint(
     source: Source, kind: str, found: Found, data: Callable[[str], np.ndarray], big_endian: bool, notes: list[str]
 ) -> Checkpoint:
     """Return the checkpoint of what was found. `data` gives the bytes of a storage by key, in the file's byte order."""
-    tensors = {name: _tensor(source, name, window, data, big_endian) for name, window in found.windows.items()}
+    tensors = {name: as_tensor(source, name, window, data, big_endian) for name, window in found.windows.items()}
     groups: dict[Window, list[str]] = {}
     for name, window in sorted(found.windows.items()):
         if count(window.shape):
@@ -342,35 +264,6 @@ def as_checkpoint(
         notes.append(f"an object of class {name} at {quote(path)} is read as its attributes")
     tied = tuple(tuple(names) for names in groups.values() if len(names) > 1)
     return Checkpoint(source.path, kind, by_name(tensors), found.values, tuple(notes), tuple(found.unread), tied)
-
-
-def _tensor(source: Source, name: str, window: Window, data: Callable[[str], np.ndarray], big_endian: bool) -> Tensor:
-    elements, width = count(window.shape), window.width
-    expected = 1
-    contiguous = True
-    for length, step in zip(reversed(window.shape), reversed(window.strides), strict=True):
-        contiguous &= length == 1 or step == expected
-        expected *= length
-    swapped = big_endian and width > 1
-    start = window.offset * width
-
-    def read() -> np.ndarray:
-        if elements == 0:
-            return np.empty(0, np.uint8)
-        if contiguous and not swapped:
-            return data(window.storage)[start : start + elements * width]
-        if elements * width > MAX_EXPANDED:
-            raise source.error(f"repeats its storage to {elements * width} bytes, more than {MAX_EXPANDED}", name)
-        # Complex numbers are swapped by their halves, everything else by its width.
-        code = f"c{width}" if window.dtype in ("C64", "C128") else f"u{width}"
-        raw = data(window.storage)
-        flat = raw[start : raw.size - (raw.size - start) % width].view((">" if big_endian else "<") + code)
-        # The stride of a dimension of one element is never used, and may be anything.
-        steps = [0 if length == 1 else step * width for length, step in zip(window.shape, window.strides, strict=True)]
-        view = np.lib.stride_tricks.as_strided(flat, window.shape, steps, writeable=False)
-        return np.asarray(view, "<" + code, order="C").reshape(-1).view(np.uint8)
-
-    return DeferredTensor(window.dtype, window.shape, read)
 
 
 def unknown(source: Source, message: str) -> FormatError:

@@ -15,7 +15,8 @@ from mlxdet.formats import pickles
 from mlxdet.formats.archive import Member
 from mlxdet.formats.checkpoint import Checkpoint
 from mlxdet.formats.source import Source, quote
-from mlxdet.formats.torch_objects import Found, as_checkpoint, storages, unknown
+from mlxdet.formats.torch_objects import Found, as_checkpoint, unknown
+from mlxdet.formats.torch_storages import storages
 
 _OTHERS = {"version", "byteorder", ".data/serialization_id", ".data/version", ".format_version", ".storage_alignment"}
 

@@ -70,7 +70,7 @@ class Log:
                     raise OSError(28, "the disk is full")
         elif known != text:
             was = json.loads(known)
-            field = next(k for k in was.keys() | record.keys() if was.get(k) != record.get(k))
+            field = next(k for k in [*record, *was] if was.get(k) != record.get(k))
             raise Fault(
                 f"step {step} did not reproduce: {field} was logged as {was.get(field)!r}, now it is "
                 f"{record.get(field)!r} ({self.path.name}). Something outside the recipe changed: the machine, the "

@@ -42,9 +42,12 @@ def refused_everywhere(path: Path, damaged: Iterable[bytes], reader: Callable[[P
     return number
 
 
-def truncations(data: bytes) -> Iterator[bytes]:
-    """Yield every proper prefix of `data`."""
-    return (data[:length] for length in range(len(data)))
+def refused_when_cut(path: Path, data: bytes, reader: Callable[[Path], object] = outcome) -> None:
+    """Require a refusal of every proper prefix of `data`."""
+    path.write_bytes(data)
+    for length in reversed(range(len(data))):
+        os.truncate(path, length)
+        assert reader(path) is None, f"the first {length} of {len(data)} bytes were accepted"
 
 
 def extensions(data: bytes) -> Iterator[bytes]:

@@ -142,11 +142,11 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_every_flipped_bit_of_a_checkpoint_is_refused_by_name(run, name):
+def test_a_flipped_bit_of_a_checkpoint_is_refused_by_name(run, name):
     folder = run / "checkpoints" / "00000010"
     before = content(open_checkpoint(run).tensors)
     data = (folder / name).read_bytes()
-    for bit in range(0, 8 * len(data), 3):
+    for bit in range(0, 8 * len(data), 5):  # every fifth: all bits of a byte have their turn
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         (folder / name).write_bytes(bytes(changed))

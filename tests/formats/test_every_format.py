@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from damage import content, extensions, flips, refused_everywhere, truncations
+from damage import content, extensions, flips, refused_everywhere, refused_when_cut
 from samples import SAMPLES
 
 from mlxdet.formats import FormatError, content_digest, open_checkpoint
@@ -37,8 +37,7 @@ def test_the_name_of_the_file_does_not_matter(kind, tmp_path):
 
 
 def test_truncation_at_every_byte_is_refused(kind, tmp_path):
-    data = SAMPLES[kind].data
-    assert refused_everywhere(tmp_path / "m", truncations(data)) == len(data)
+    refused_when_cut(tmp_path / "m", SAMPLES[kind].data)
 
 
 def test_any_added_byte_is_refused(kind, tmp_path):
@@ -46,10 +45,10 @@ def test_any_added_byte_is_refused(kind, tmp_path):
 
 
 def test_a_flipped_bit_is_refused_or_read_as_it_stands(kind, tmp_path):
-    """Every bit of the header; of archives, which have checksums and many more bytes, every third of the file."""
+    """Every bit of a short header, every third or more of a long one; an odd step spares no bit of a byte."""
     sample, path = SAMPLES[kind], tmp_path / "m"
     changed = 0
-    for bit, got in flips(path, sample.data, 0, sample.header, every=1 if sample.oracle else 3):
+    for bit, got in flips(path, sample.data, 0, sample.header, every=sample.header // 300 | 1):
         if got is None or got == sample.content:
             continue
         changed += 1
@@ -62,7 +61,7 @@ def test_a_flipped_bit_is_refused_or_read_as_it_stands(kind, tmp_path):
 
 def test_a_flipped_bit_of_the_data_is_seen_or_refused(kind, tmp_path):
     sample = SAMPLES[kind]
-    for bit, got in flips(tmp_path / "m", sample.data, sample.header):
+    for bit, got in flips(tmp_path / "m", sample.data, sample.header, every=5):
         assert got != sample.content, f"bit {bit}"
         if got is None:
             continue

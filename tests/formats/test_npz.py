@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import writers
-from damage import content, outcome
+from damage import content, outcome, refused_when_cut
 
 from mlxdet.formats import FormatError, checks, open_checkpoint
 from mlxdet.formats.tensor import NUMPY
@@ -36,10 +36,11 @@ def test_mlx_npz_with_bfloat16(tmp_path):
 def test_whatever_numpy_writes_is_read_as_little_endian_c_order(tmp_path, compressed):
     arrays = {}
     for name, code in NUMPY.items():
-        raw = RNG.integers(0, 2, (4, 3, np.dtype(code).itemsize), dtype=np.uint8)
+        # Random bits: NaNs of every kind must come through as they are.
+        raw = RNG.integers(0, 2 if name == "BOOL" else 256, (4, 3, np.dtype(code).itemsize), dtype=np.uint8)
         base = raw.reshape(-1).view(code).reshape(4, 3)
         arrays |= {name: base, f"{name}.F": np.asfortranarray(base), f"{name}.T": base.T, f"{name}.0": base[1, 1]}
-        arrays[f"{name}.big"] = base.astype(np.dtype(code).newbyteorder(">"))
+        arrays[f"{name}.big"] = base.byteswap().view(np.dtype(code).newbyteorder(">"))
         arrays[f"{name}.bigF"] = np.asfortranarray(arrays[f"{name}.big"])
     (np.savez_compressed if compressed else np.savez)(tmp_path / "m.npz", **arrays)
     got = open_checkpoint(tmp_path / "m.npz").tensors
@@ -47,7 +48,8 @@ def test_whatever_numpy_writes_is_read_as_little_endian_c_order(tmp_path, compre
     for name, array in arrays.items():
         tensor = got[name]
         assert tensor.dtype == name.split(".")[0] and tensor.shape == array.shape
-        assert tensor.data.tobytes() == array.astype(array.dtype.newbyteorder("<")).tobytes("C")
+        expected = array.byteswap() if ".big" in name and array.itemsize > 1 else array
+        assert tensor.data.tobytes() == expected.tobytes("C")
 
 
 def test_a_single_npy_file(tmp_path):
@@ -130,9 +132,7 @@ def test_zip64_archives(tmp_path, monkeypatch):
     assert b"PK\x06\x06" in data and b"PK\x06\x07" in data
     path = tmp_path / "m"
     assert opened(path, data)["a"].to_numpy().tolist() == A.tolist()
-    for length in range(len(data)):
-        path.write_bytes(data[:length])
-        assert outcome(path) is None
+    refused_when_cut(path, data)
 
 
 def deflate(data):

@@ -168,8 +168,8 @@ def _pin(table: Mapping[str, tuple[str | None, str]], late: bool) -> None:
             raise UsageError(f"{variable}={have} is set, but must {want}: {reason}. Unset it")
         if late and have != value:
             raise UsageError(
-                f"{variable}={value} comes too late: MLX is already imported. Set it before Python starts, or call mlxdet "
-                f"before importing mlx ({reason})"
+                f"{variable}={value} comes too late: MLX is already imported. Set it before Python starts, or call "
+                f"mlxdet before importing mlx ({reason})"
             )
     for variable, (value, _) in table.items():
         if value is not None:

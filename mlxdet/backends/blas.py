@@ -1,7 +1,8 @@
 """A fast BLAS for MLX's CPU backend on Linux, loaded before MLX so that its calls go there.
 
-The wheel of MLX brings the reference BLAS, one thread and no vector code: a step of a small GPT takes 8 to 10 times longer
-with it. A library loaded into the global symbol scope before MLX takes its place. Candidates, the first that works:
+The wheel of MLX brings the reference BLAS, one thread and no vector code: a step of a small GPT takes 8 to 10 times
+longer with it. A library loaded into the global symbol scope before MLX takes its place. Candidates, the first that
+works:
   1. MLXDET_BLAS=/path/to/library, or MLXDET_BLAS=none for MLX's own;
   2. the system's libopenblas.so.0;
   3. the wheel scipy-openblas32, self-contained, whose symbols carry the prefix `scipy_`: patchelf makes a copy, in the
@@ -46,7 +47,7 @@ def load() -> dict[str, Any]:
             return _use(asked, "MLXDET_BLAS")
         except OSError as error:
             raise UsageError(f"MLXDET_BLAS={asked}: cannot be used as a BLAS ({error})") from None
-    failures = []
+    failures: list[str] = []
     for path, origin in _candidates(failures):
         try:
             return _use(path, origin)
@@ -112,7 +113,7 @@ def _digest(path: Path) -> str:
 
 
 def _from_wheel() -> Path:
-    """Return the copy of the wheel's library with MLX's names, made if it is not there. Raises OSError or ImportError."""
+    """Return the copy of the wheel's library with MLX's names, made if need be. Raises OSError or ImportError."""
     spec = find_spec("scipy_openblas32")
     if spec is None or spec.origin is None:
         raise ImportError("not installed")

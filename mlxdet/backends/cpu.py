@@ -1,10 +1,11 @@
 """The CPU: nothing to pin, but a cache of compiled kernels to keep whole.
 
-MLX compiles fused kernels with the host's g++ into `$TMPDIR/mlx/<version>/cpu/lib<kernel>.so` and loads whatever lies there
-under that name. Three things can go wrong: two processes starting at once load each other's half-written file; a
-compiler killed or a disk filled leaves a broken file that every later start trips over; and kernels of an older compiler,
-with other bits, are used without a word. So each process compiles in a directory of its own, which starts with links to the
-whole kernels of earlier processes, kept apart by compiler and MLX version, and gives its new ones back when it ends.
+MLX compiles fused kernels with the host's g++ into `$TMPDIR/mlx/<version>/cpu/lib<kernel>.so` and loads whatever lies
+there under that name. Three things can go wrong: two processes starting at once load each other's half-written file;
+a compiler killed or a disk filled leaves a broken file that every later start trips over; and kernels of an older
+compiler, with other bits, are used without a word. So each process compiles in a directory of its own, which starts
+with links to the whole kernels of earlier processes, kept apart by compiler and MLX version, and gives its new ones
+back when it ends.
 """
 
 import atexit
@@ -45,8 +46,8 @@ _private: Path | None = None
 def private_jit_cache() -> Path | None:
     """Make this process compile in a directory of its own, once; return it (None without a compiler).
 
-    Sets TMPDIR for the life of the process, as MLX reads it at each compilation; Python's own temporary files stay where
-    they were.
+    Sets TMPDIR for the life of the process, as MLX reads it at each compilation; Python's own temporary files stay
+    where they were.
     """
     global _private
     if _private is not None or compiler() is None:

@@ -39,8 +39,8 @@ def advice(name: str, blas: dict[str, Any], compiler: str | None, facts: Facts) 
     if name == "cpu" and facts.system == "Linux":
         if blas.get("name") == "MLX's own":
             lines.append(
-                f"MLX's own BLAS is in use ({blas.get('why')}), 8 to 10 times slower: pip install 'mlxdet[cpu]', or install "
-                f"libopenblas0, or set MLXDET_BLAS=/path/to/libopenblas.so"
+                f"MLX's own BLAS is in use ({blas.get('why')}), 8 to 10 times slower: pip install 'mlxdet[cpu]', or "
+                f"install libopenblas0, or set MLXDET_BLAS=/path/to/libopenblas.so"
             )
         if compiler is None:
             lines.append("There is no g++, so MLX fuses nothing and every step is slower: install g++")

@@ -23,7 +23,7 @@ HARMLESS = {
 
 
 def fingerprint(backend: Backend) -> dict[str, Any]:
-    """Return {"decides": ..., "notes": ...} of the active backend; sorted, JSON-able, no time, host name or user path."""
+    """Return {"decides": ..., "notes": ...} of the active backend; JSON-able, no time, host name or user path."""
     variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith("MLX_")}
     decides: dict[str, Any] = {
         "device": backend.name,
@@ -73,7 +73,7 @@ def _gpu(name: str) -> dict[str, Any]:
 
     wanted = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor", "sm_count")
     info = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
-    told = {k: info[k] for k in wanted if k in info}
+    told: dict[str, Any] = {k: info[k] for k in wanted if k in info}
     if name == "cuda":
         query = _run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"])
         told |= {"nvidia": query, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}

@@ -82,7 +82,7 @@ def eager_workers() -> None:
     """With more than one batch ahead, batches come in pairs the wrong way round."""
     from mlxdet.training import loop
 
-    class Swapped(loop.Prefetcher):  # type: ignore[type-arg]
+    class Swapped(loop.Prefetcher[Any]):
         def __init__(self, produce: Callable[[int], Any], start: int, stop: int, depth: int):
             def swapped(step: int) -> Any:
                 return replace(produce(step + 1 if step % 2 else step - 1), step=step)

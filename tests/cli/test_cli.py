@@ -18,7 +18,7 @@ from tests.conftest import mlxdet
 def trained(text, tmp_path_factory):
     """A tiny finished run."""
     out = tmp_path_factory.mktemp("cli") / "run"
-    done = mlxdet("train", *"--preset nano --layers 1 --width 16 --heads 2 --mlp 32 --context 16 --batch 2 --steps 6".split(),
+    done = mlxdet("train", *["--preset", "nano", "--layers", "1", "--width", "16", "--heads", "2", "--mlp", "32", "--context", "16", "--batch", "2", "--steps", "6"],
                   "--save-every", "3", "--data", str(text), "--out", str(out), "--seed", "5")  # fmt: skip
     assert done.returncode == 0, done.stderr
     return out
@@ -169,7 +169,7 @@ def test_a_second_training_into_the_same_directory_is_refused_unless_told(traine
     assert "already there" in said and "metrics.jsonl" in said and "--overwrite" in said
     assert (trained / "metrics.jsonl").read_bytes() == before
     out = tmp_path / "again"
-    args = ["train", *"--preset nano --layers 1 --width 16 --mlp 32 --context 16 --batch 2 --steps 2".split(), "--data",
+    args = ["train", *["--preset", "nano", "--layers", "1", "--width", "16", "--mlp", "32", "--context", "16", "--batch", "2", "--steps", "2"], "--data",
             str(text), "--out", str(out)]  # fmt: skip
     assert run(args) == 0 and run([*args, "--seed", "9", "--overwrite"]) == 0
     assert json.loads((out / "run.json").read_text())["config"]["seeds"]["seed"] == 9
@@ -189,7 +189,7 @@ def test_print_config_reads_back_and_flags_win_over_the_file(tmp_path, capfd):
 
 
 def test_json_is_one_object_on_stdout_and_progress_goes_to_stderr(text, tmp_path):
-    done = mlxdet("train", *"--preset nano --layers 1 --width 16 --mlp 32 --context 16 --batch 2 --steps 3".split(), "--data",
+    done = mlxdet("train", *["--preset", "nano", "--layers", "1", "--width", "16", "--mlp", "32", "--context", "16", "--batch", "2", "--steps", "3"], "--data",
                   str(text), "--out", str(tmp_path / "r"), "--json")  # fmt: skip
     result = json.loads(done.stdout)
     assert result["step"] == 3 and result["stopped"] == "done" and len(result["model_sha256"]) == 64
@@ -197,7 +197,7 @@ def test_json_is_one_object_on_stdout_and_progress_goes_to_stderr(text, tmp_path
 
 
 def test_progress_into_a_pipe_is_plain_lines(text, tmp_path):
-    done = mlxdet("train", *"--preset nano --layers 1 --width 16 --mlp 32 --context 16 --batch 2 --steps 5".split(), "--data",
+    done = mlxdet("train", *["--preset", "nano", "--layers", "1", "--width", "16", "--mlp", "32", "--context", "16", "--batch", "2", "--steps", "5"], "--data",
                   str(text), "--out", str(tmp_path / "r"), "--log-every", "1", "--sample-every", "2",
                   PYTHONIOENCODING="ascii:strict", LC_ALL="C")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -284,7 +284,7 @@ def test_a_training_goes_on_when_its_reader_goes_away(text, tmp_path):
 
 def test_a_non_finite_loss_stops_with_exit_1_and_names_the_rows(text, tmp_path):
     out = tmp_path / "r"
-    done = mlxdet("train", *"--preset nano --layers 1 --width 16 --mlp 32 --context 16 --batch 2 --steps 40 --max-lr 1e30".split(),
+    done = mlxdet("train", *["--preset", "nano", "--layers", "1", "--width", "16", "--mlp", "32", "--context", "16", "--batch", "2", "--steps", "40", "--max-lr", "1e30"],
                   "--min-lr", "1e30", "--warmup", "0", "--grad-clip", "0", "--save-every", "1", "--data", str(text), "--out",
                   str(out))  # fmt: skip
     assert done.returncode == 1 and len(done.stderr.splitlines()) <= 2, done.stderr

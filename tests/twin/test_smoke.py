@@ -1,6 +1,7 @@
 """mlxdet smoke holds on this machine, and each of its lines fails for the fault it is there for."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def test_all_lines_hold_here_in_the_stated_order():
         [Path(__file__).parents[2] / "evals" / "determinism-smoke.sh", "--device", "cpu"],
         capture_output=True,
         text=True,
+        env=os.environ | {"PYTHON": sys.executable},
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr

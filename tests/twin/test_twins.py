@@ -42,7 +42,20 @@ def test_speed_and_comfort_change_no_bit(reference, text, model, tmp_path, switc
 def test_a_second_process_with_other_switches_and_hash_seed_gives_the_same_files(
     reference, text, model, tmp_path, family
 ):
-    flags = "--prefetch 4 --val-every 3 --save-every 5 --sample-every 6 --sample-tokens 5 --keep 1".split()
+    flags = [
+        "--prefetch",
+        "4",
+        "--val-every",
+        "3",
+        "--save-every",
+        "5",
+        "--sample-every",
+        "6",
+        "--sample-tokens",
+        "5",
+        "--keep",
+        "1",
+    ]
     out = train(family, text, model, tmp_path / "run", *flags, PYTHONHASHSEED="99", LANG="C")
     assert differing(reference(family), out) == []
 
@@ -86,13 +99,13 @@ def test_python_gives_the_bits_of_the_command_line(reference, text, tmp_path):
 
 
 def test_at_a_learning_rate_of_zero_validation_is_constant_to_the_last_bit(text, model, tmp_path):
-    out = train("base", text, model, tmp_path / "run", *"--max-lr 0 --min-lr 0 --val-every 4".split())
+    out = train("base", text, model, tmp_path / "run", *["--max-lr", "0", "--min-lr", "0", "--val-every", "4"])
     values = [json.loads(x)["loss_hex"] for x in (out / "validation.jsonl").read_text().splitlines()]
     assert len(values) == 7 and len(set(values)) == 1
 
 
 def test_memory_stays_bounded_over_many_steps_of_constant_shape(text, model, tmp_path):
-    flags = "--steps 300 --val-every 50 --save-every 60".split()
+    flags = ["--steps", "300", "--val-every", "50", "--save-every", "60"]
     out = train("base", text, model, tmp_path / "run", *flags)
     timing = [json.loads(x) for x in (out / "timing.jsonl").read_text().splitlines()]
     assert len(timing) == 300

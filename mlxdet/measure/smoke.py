@@ -83,7 +83,7 @@ class Children:
         child.communicate()
         if child.returncode != -signal.SIGKILL:
             raise ChildFailed(f"the run to be killed ended by itself (exit {child.returncode}) before step {after}")
-        self._wait(self._start(["resume", str(out), "--json"], {}))
+        self._wait(self._start(["resume", str(out), "--throttle", "0", "--json"], {}))
         return out
 
     @staticmethod

@@ -60,7 +60,7 @@ def test_thirty_random_kills(reference, text, model, tmp_path, number):
         if (out / "run.json").exists():  # readable at any moment
             shown = mlxdet("batches", str(out), "--step", "1", "--json")
             assert shown.returncode == 0, shown.stderr
-    done = mlxdet(*(["resume", str(out)] if (out / "run.json").exists() else train))
+    done = mlxdet(*(["resume", str(out), "--throttle", "0"] if (out / "run.json").exists() else train))
     assert done.returncode == 0, done.stderr
     assert differing(reference(family), out) == []
 
@@ -77,7 +77,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_130(reference, text, model, 
     assert child.returncode == code and "Interrupted and saved at step" in said and "mlxdet resume" in said, errors
     steps = [p.name for p in (out / "checkpoints").iterdir()]
     assert len(steps) == 1 and 6 <= int(steps[0]) < STEPS
-    done = mlxdet("resume", str(out), "--json")
+    done = mlxdet("resume", str(out), "--throttle", "0", "--json")
     assert json.loads(done.stdout)["step"] == STEPS
     assert differing(reference("dropout"), out) == []
 
@@ -94,7 +94,7 @@ def test_stopping_and_resuming_every_few_steps_is_one_run(reference, text, model
             break
         child = start(["resume", str(out), "--throttle", "0.7"])
     child.communicate()
-    assert mlxdet("resume", str(out)).returncode == 0
+    assert mlxdet("resume", str(out), "--throttle", "0").returncode == 0
     assert differing(reference("everything"), out) == []
 
 
@@ -125,12 +125,15 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(reference, stopped)
         resource.setrlimit(resource.RLIMIT_FSIZE, (optimizer - 100, optimizer - 100))
 
     done = subprocess.run(
-        [sys.executable, "-m", "mlxdet", "resume", str(stopped)], capture_output=True, text=True, preexec_fn=limit
+        [sys.executable, "-m", "mlxdet", "resume", str(stopped), "--throttle", "0"],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
     )
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "cannot save" in done.stderr and f"last good checkpoint is step {int(last.name)}" in done.stderr
     assert sorted((stopped / "checkpoints").iterdir()) == before
-    assert mlxdet("resume", str(stopped)).returncode == 0
+    assert mlxdet("resume", str(stopped), "--throttle", "0").returncode == 0
     assert differing(reference("dropout"), stopped) == []
 
 
@@ -143,14 +146,14 @@ def test_replayed_steps_must_reproduce_what_was_logged(stopped):
     record["loss_hex"] = record["loss"].hex()
     lines[9] = json.dumps(record)
     log.write_text("\n".join(lines) + "\n")
-    done = mlxdet("resume", str(stopped))
+    done = mlxdet("resume", str(stopped), "--throttle", "0")
     assert done.returncode == 1 and "step 10 did not reproduce: loss was logged as" in done.stderr
 
 
 def test_a_torn_last_line_is_dropped(reference, stopped):
     with (stopped / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "los')
-    assert mlxdet("resume", str(stopped)).returncode == 0
+    assert mlxdet("resume", str(stopped), "--throttle", "0").returncode == 0
     assert differing(reference("dropout"), stopped) == []
 
 
@@ -163,7 +166,7 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_can_be_removed(refer
     said = refused(str(stopped))
     assert str(path) in said and "damaged" in said and f"remove {newest}" in said
     shutil.rmtree(newest)
-    assert mlxdet("resume", str(stopped)).returncode == 0
+    assert mlxdet("resume", str(stopped), "--throttle", "0").returncode == 0
     assert differing(reference("dropout"), stopped) == []
 
 
@@ -185,7 +188,7 @@ def test_a_moved_text_is_the_same_text(reference, stopped, text, tmp_path):
     moved = tmp_path / "elsewhere" / "other-name.txt"
     moved.parent.mkdir()
     shutil.copy(text, moved)
-    assert mlxdet("resume", str(stopped), "--data", str(moved)).returncode == 0
+    assert mlxdet("resume", str(stopped), "--throttle", "0", "--data", str(moved)).returncode == 0
     assert differing(reference("dropout"), stopped) == []
 
 
@@ -200,7 +203,7 @@ def test_a_different_environment_is_named_and_can_be_accepted(stopped):
     log = stopped / "metrics.jsonl"
     keep = int(sorted((stopped / "checkpoints").iterdir())[-1].name)
     log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:keep]))
-    assert mlxdet("resume", str(stopped), "--inexact", MLXDET_BLAS="none").returncode == 0
+    assert mlxdet("resume", str(stopped), "--throttle", "0", "--inexact", MLXDET_BLAS="none").returncode == 0
     events = [json.loads(x) for x in (stopped / "events.jsonl").read_text().splitlines()]
     resumed = [e for e in events if e["event"] == "resume"]
     assert resumed[-1]["exact"] is False and any("blas" in d[0] for d in resumed[-1]["environment"])
@@ -210,7 +213,7 @@ def test_a_finished_run_says_so_and_changes_nothing(reference, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(reference("base"), out)
     before = (out / "metrics.jsonl").read_bytes()
-    done = mlxdet("resume", str(out))
+    done = mlxdet("resume", str(out), "--throttle", "0")
     assert done.returncode == 0 and "already done" in done.stdout
     assert (out / "metrics.jsonl").read_bytes() == before and differing(reference("base"), out) == []
 

@@ -150,6 +150,18 @@ def test_replayed_steps_must_reproduce_what_was_logged(stopped):
     assert done.returncode == 1 and "step 10 did not reproduce: loss was logged as" in done.stderr
 
 
+def test_a_resume_may_validate_over_other_windows(reference, text, model, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--save-every", "4", "--val-every", "2", "--throttle", "0.8"]
+    child = start(["train", *arguments("base", text, model), "--out", str(out), *flags])
+    wait_for_step(child, out, 11)
+    child.kill()
+    child.communicate()
+    done = mlxdet("resume", str(out), "--throttle", "0", "--val-windows", "3")
+    assert done.returncode == 0, done.stderr
+    assert differing(reference("base"), out) == []
+
+
 def test_a_torn_last_line_is_dropped(reference, stopped):
     with (stopped / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "los')

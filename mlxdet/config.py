@@ -99,7 +99,9 @@ class OptimConfig:
         choices=("cosine", "wsd", "constant"),
     )
     max_lr: float = _opt(2e-3, "Highest learning rate.", low=0.0)
-    min_lr: float = _opt(1e-4, "Learning rate at the end (cosine and wsd).", low=0.0)
+    min_lr: float | None = _opt(
+        None, "Learning rate at the end (cosine and wsd). Default: a twentieth of --max-lr.", low=0.0
+    )
     warmup: int | None = _opt(
         None, "Steps of linear warmup, in every schedule. Default: a tenth of the steps, 100 at most.", low=0
     )
@@ -187,8 +189,9 @@ class TrainConfig:
             raise UsageError(f"--width: {shape['width']} is not a multiple of --heads {shape['heads']}")
         decay = o.decay_steps if o.decay_steps is not None else max(1, o.steps // 10)
         warmup = o.warmup if o.warmup is not None else min(100, o.steps // 10)
-        if o.min_lr > o.max_lr:
-            raise UsageError(f"--min-lr: {o.min_lr} is above --max-lr {o.max_lr}")
+        min_lr = o.min_lr if o.min_lr is not None else o.max_lr / 20
+        if min_lr > o.max_lr:
+            raise UsageError(f"--min-lr: {min_lr} is above --max-lr {o.max_lr}")
         if warmup > o.steps:
             raise UsageError(f"--warmup: {warmup} steps of warmup do not fit in --steps {o.steps}")
         if o.schedule == "wsd" and warmup + decay > o.steps:
@@ -201,7 +204,7 @@ class TrainConfig:
         return dataclasses.replace(
             self,
             model=dataclasses.replace(m, depth=None, **shape),
-            optim=dataclasses.replace(o, decay_steps=decay, warmup=warmup),
+            optim=dataclasses.replace(o, decay_steps=decay, warmup=warmup, min_lr=min_lr),
             seeds=seeds,
         )
 

@@ -41,7 +41,9 @@ def parse(source: Source) -> tuple[dict[str, Tensor], dict[str, str]]:
     header = parse_json(source, 8, base, "its header")
     if not isinstance(header, dict) or source.view[8] != ord("{"):
         raise source.error("has a header that is not a JSON object")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:  # MLX writes null where there is none
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise source.error("has a __metadata__ that is not a table of strings")
     spans = [_span(source, name, entry) for name, entry in header.items()]

@@ -101,7 +101,7 @@ class Lines:
         self.say(f"step {step}/{self.steps}  saved {path}")
 
     def stopped(self, run: Run, step: int, reason: str) -> None:
-        losses = [record["loss"] for record in run.records(METRICS)]
+        losses = [record["loss"] for record in run.records(METRICS) if record["step"] <= step]
         if losses:
             line = sparkline(losses)
             encoding = getattr(self.console.file, "encoding", None) or "ascii"

@@ -15,15 +15,16 @@ def summary(run: Run) -> dict[str, Any]:
     if steps:
         state = checkpoint.directory(run.checkpoints, steps[-1]) / checkpoint.STATE
         files = json.loads(state.read_bytes())["files"]
-    losses = [(r["step"], r["loss"]) for r in run.records(METRICS)]
+    step = steps[-1] if steps else 0
+    losses = [r["loss"] for r in run.records(METRICS) if r["step"] <= step]  # a log may reach beyond a checkpoint
     validation = sorted((r["step"], r["loss"]) for r in run.records(VALIDATION))
     return {
         "run": str(run.path),
         "stopped": run.stopped,
-        "step": steps[-1] if steps else 0,
+        "step": step,
         "steps": run.config.optim.steps,
         "parameters": run.manifest["parameters"],
-        "loss": losses[-1][1] if losses else None,
+        "loss": losses[-1] if losses else None,
         "validation_first": validation[0] if validation else None,
         "validation_last": validation[-1] if validation else None,
         "model_sha256": files.get(checkpoint.MODEL, {}).get("sha256"),

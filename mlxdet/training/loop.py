@@ -251,6 +251,9 @@ class _Trainer:
                 self.logs.event("start", step=0)
             else:
                 self.logs.event("resume", step=self.state.step, exact=not resumed, environment=resumed)
+                if resumed:
+                    self.logs.metrics.forget_after(self.state.step)
+                    self.logs.validation.forget_after(self.state.step)
             try:
                 self.listener.started(self.run, self.state.step)
                 if self.state.step < self.config.optim.steps:

@@ -79,6 +79,20 @@ class Log:
                 f"libraries or the files"
             )
 
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of later steps: in another environment they need not come out the same."""
+        kept = {s: text for s, text in self._known.items() if s <= step}
+        new = self.path.with_suffix(".new")
+        with saving(str(self.path), "the last good checkpoint is untouched"):
+            with new.open("wb") as file:
+                file.write("".join(text + "\n" for text in kept.values()).encode())
+                file.flush()
+                sync_file(file.fileno())
+            new.rename(self.path)
+            self._file.close()
+            self._file = self.path.open("ab", buffering=0)
+        self._known = kept
+
     def sync(self) -> None:
         """Make the lines written so far survive a power cut."""
         with saving(str(self.path), "the last good checkpoint is untouched"):
@@ -168,6 +182,8 @@ def create(path: Path, manifest: dict[str, Any], overwrite: bool) -> Run:
     if path.is_symlink() or (path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - leftover)):
         has = ", ".join(sorted(p.name for p in path.iterdir())[:6]) if path.is_dir() else "a file"
         if not overwrite or path.is_symlink() or not (path / MANIFEST).is_file():
+            if not path.is_dir():
+                raise UsageError(f"{path}: already there, and not a directory; choose another --out")
             way = "; --overwrite replaces it" if (path / MANIFEST).is_file() and not path.is_symlink() else ""
             raise UsageError(f"{path}: already there ({has}); choose another --out, or `mlxdet resume {path}`{way}")
         _remove(path)

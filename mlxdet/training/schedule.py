@@ -14,7 +14,7 @@ def learning_rate(config: OptimConfig, step: int) -> float:
     """Return the learning rate of `step` (1-based, as everywhere in a run), of a resolved config."""
     s = step - 1
     high, low = config.max_lr, config.min_lr
-    assert config.warmup is not None
+    assert config.warmup is not None and low is not None
     if s < config.warmup:
         return high * (s + 1) / config.warmup
     if config.schedule == "constant":

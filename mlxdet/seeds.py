@@ -11,6 +11,7 @@ Vigna's splitmix64.c).
 
 import hashlib
 import re
+import sys
 import threading
 from typing import Any
 
@@ -174,9 +175,13 @@ batch_rng = BatchRng()
 def seed_everything(seed: int) -> None:
     """Seed MLX's generator (of the calling thread: its state is per thread) and the process-wide `batch_rng` together.
 
-    Raises UsageError if `seed` is not an integer in [0, 2**64). Imports MLX.
+    Raises UsageError if `seed` is not an integer in [0, 2**64). Imports MLX, its environment pinned first.
     """
     value = parse_seed(seed, "seed_everything")
+    if "mlx.core" not in sys.modules:
+        from mlxdet import backends
+
+        backends.activate()
     import mlx.core as mx
 
     mx.random.seed(value)

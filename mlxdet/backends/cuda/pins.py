@@ -1,8 +1,10 @@
 """CUDA: the settings that choose kernels."""
 
+from mlxdet.backends.pins import Table
 
-def pins(kernels: str) -> dict[str, tuple[str | None, str]]:
-    """Return {variable: (value, reason)} for `kernels` "deterministic" or "default"."""
+
+def pins(kernels: str) -> Table:
+    """Return what must be set for `kernels`, "deterministic" or "default"."""
     table: dict[str, tuple[str | None, str]] = {
         "MLX_ENABLE_TF32": ("0", "float32 products are otherwise cut to about ten bits"),
     }

@@ -24,7 +24,14 @@ def diagnose(device: str = "auto") -> dict[str, Any]:
         "matmul_size": size,
         "matmul_gflops": round(matmul_gflops(size), 1),
         "optional": {name: installed(name) for name in ("safetensors", "torch", "grain", "mlx-lm")},
-        "advice": advice(backend.name, backend.blas, jit.compiler(), jit.problem(), Facts.here()),
+        # On a Mac without developer tools, asking for g++ opens a window that offers to install them.
+        "advice": advice(
+            backend.name,
+            backend.blas,
+            jit.compiler() if backend.name == "cpu" else None,
+            jit.problem(),
+            Facts.here(),
+        ),
     }
 
 

@@ -8,12 +8,19 @@ from pathlib import Path
 
 
 def cache_directory(name: str) -> Path:
-    """Return the user's cache directory for `name` (XDG_CACHE_HOME, or the platform's own); it may not exist yet."""
+    """Return the user's cache directory for `name` (XDG_CACHE_HOME, or the platform's own); it may not exist yet.
+
+    Raises OSError if the user has no home directory, as in some containers.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     if base and os.path.isabs(base):
         top = Path(base)
     else:
-        top = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+        try:
+            home = Path.home()
+        except RuntimeError:
+            raise OSError("there is no home directory; set XDG_CACHE_HOME") from None
+        top = home / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return top / "mlxdet" / name
 
 

@@ -205,7 +205,11 @@ def _link_or_copy(path: Path, name: Path) -> None:
     try:
         os.link(path, name)
     except OSError:
-        shutil.copyfile(path, name)
+        try:
+            shutil.copyfile(path, name)
+        except OSError:  # a full disk: MLX must not load the part that was copied
+            name.unlink(missing_ok=True)
+            raise
 
 
 def _keep(private: Path, loaded_here: bool) -> None:

@@ -3,6 +3,10 @@
 identical: the same names, shapes, dtypes and bits. same: not more than `same` apart in relative Frobenius distance
 (the last bits moved, the model did not). different: at least `different` apart. unclear: in between, or something has
 no distance (a tensor that only one side has, NaN on one side, a zero reference): never a pass of either gate.
+
+Distances of groups and of the whole are those of their floats. Integers are counters, ids and codes: beside weights of
+0.02 a step counter of 10,000 would hide any difference, so they only count as equal or not, and two checkpoints whose
+integers differ are not the same. Where there are no floats, integers are all there is to measure.
 """
 
 import os
@@ -16,6 +20,7 @@ from mlxdet.formats import Checkpoint, Tensor, open_checkpoint
 from mlxdet.formats.source import quote
 from mlxdet.measure.numbers import Numbers, if_identical, measure, total
 from mlxdet.measure.trees import from_tree
+from mlxdet.measure.values import INTEGERS
 
 SAME, DIFFERENT = 1e-5, 0.1
 VERDICTS = ("identical", "same", "different", "unclear")
@@ -51,6 +56,10 @@ class TensorDifference:
     def moved(self) -> bool:
         return self.numbers.differing > 0 or self.dtypes[0] != self.dtypes[1]
 
+    @property
+    def integer(self) -> bool:
+        return all(dtype in INTEGERS for dtype in self.dtypes)
+
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, "group": self.group, "dtypes": list(self.dtypes), "shape": list(self.shape),
                 **self.numbers.as_dict()}  # fmt: skip
@@ -77,11 +86,11 @@ class Comparison:
     groups: dict[str, Numbers] = field(init=False)
 
     def __post_init__(self) -> None:
-        groups: dict[str, Numbers] = {}
+        groups: dict[str, list[TensorDifference]] = {}
         for t in self.tensors:
-            groups[t.group] = groups.get(t.group, Numbers()) + t.numbers
-        object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "total", total(t.numbers for t in self.tensors))
+            groups.setdefault(t.group, []).append(t)
+        object.__setattr__(self, "groups", {name: _together(tensors) for name, tensors in groups.items()})
+        object.__setattr__(self, "total", _together(self.tensors))
 
     @property
     def moved(self) -> list[TensorDifference]:
@@ -124,9 +133,19 @@ class Comparison:
             return "different", f"{size} >= {self.different:g}"
         if gaps:
             return "unclear", f"tensors without a counterpart: {gaps}; of the others: {size}"
+        integers = [quote(t.name) for t in self.moved if t.integer and t.differing]
+        if integers and distance <= self.same and not self._only_integers:
+            return (
+                "unclear",
+                f"integers differ: {', '.join(integers[:5])}{', ...' if len(integers) > 5 else ''}; {size}",
+            )
         if distance <= self.same:
             return "same", f"{size} <= {self.same:g}"
         return "unclear", f"{size} lies between {self.same:g} and {self.different:g}"
+
+    @property
+    def _only_integers(self) -> bool:
+        return all(t.integer for t in self.tensors)
 
     @property
     def _distance(self) -> tuple[float | None, str]:
@@ -245,6 +264,11 @@ def assert_identical(a: Comparable, b: Comparable, **options: Any) -> None:
             f"max_abs {n.max_abs:.3g}, {n.differing} of {n.slots} slots"
         )
     raise AssertionError("\n".join(lines))
+
+
+def _together(tensors: Sequence[TensorDifference]) -> Numbers:
+    measured = all(t.integer for t in tensors)
+    return total(t.numbers if measured or not t.integer else t.numbers.counts() for t in tensors)
 
 
 def _numbers(x: Tensor, y: Tensor) -> Numbers:

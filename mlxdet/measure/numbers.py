@@ -64,6 +64,10 @@ class Numbers:
         aa, bb, ab, dd = (math.ldexp(v, shift) for v in (self.aa, self.bb, self.ab, self.dd))
         return replace(self, exponent=exponent, aa=aa, bb=bb, ab=ab, dd=dd)
 
+    def counts(self) -> "Numbers":
+        """Return the counts alone, without sums and maxima."""
+        return replace(self, max_abs=0.0, max_ulp=0, aa=0.0, bb=0.0, ab=0.0, dd=0.0, exponent=0)
+
     @property
     def identical(self) -> bool:
         """Whether all bits are the same."""

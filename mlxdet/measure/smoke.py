@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mlxdet.errors import UsageError
-from mlxdet.formats.safetensors import read_safetensors
+from mlxdet.measure.compare import Comparison, compare
 
 STEPS, SEED, REPEATS = 12, 42, 20
 RECIPE = (
@@ -109,15 +107,9 @@ def _final(run: Path, name: str) -> Path:
     return run / "checkpoints" / f"{STEPS:08d}" / name
 
 
-def weight_distance(a: Path, b: Path) -> tuple[float, list[str]]:
-    """Return (relative Frobenius distance of the final weights, names of the tensors whose bits differ)."""
-    (x, _), (y, _) = read_safetensors(_final(a, "model.safetensors")), read_safetensors(_final(b, "model.safetensors"))
-    if x.keys() != y.keys():
-        return math.inf, sorted(x.keys() ^ y.keys())
-    moved = [k for k in x if not np.array_equal(x[k].data, y[k].data)]
-    wide = {k: (x[k].to_numpy().astype(np.float64), y[k].to_numpy().astype(np.float64)) for k in x}
-    square = sum(float(np.sum((p - q) ** 2)) for p, q in wide.values())
-    return math.sqrt(square / sum(float(np.sum(p**2)) for p, _ in wide.values())), moved
+def weights(a: Path, b: Path) -> Comparison:
+    """Compare the final weights of two runs."""
+    return compare(_final(a, "model.safetensors"), _final(b, "model.safetensors"))
 
 
 def differences(a: Path, b: Path) -> list[str]:
@@ -170,14 +162,16 @@ def smoke(
         f"cross-seed divergence:    {cross:.2e} ({'distinct' if cross > DISTINCT_LOSS else 'NOT distinct'} trajectory)",
         {"divergence": cross},
     )  # fmt: skip
-    distance, moved = weight_distance(a, b)
-    total = len(read_safetensors(_final(a, "model.safetensors"))[0])
-    yield Check("same seed, weights", not moved,
-                f"same-seed weights: relFro {distance:.2e}, {len(moved)} of {total} tensors moved{_some(moved)}",
-                {"relFro": distance, "moved": moved, "tensors": total})  # fmt: skip
-    distance, _ = weight_distance(a, other)
-    yield Check("other seed, weights", distance >= DISTINCT_WEIGHTS,
-                f"other-seed weights: relFro {distance:.3f} (>= {DISTINCT_WEIGHTS})", {"relFro": distance})  # fmt: skip
+    found = weights(a, b)
+    moved = [t.name for t in found.moved]
+    yield Check("same seed, weights", found.identical,
+                f"same-seed weights: relFro {_relfro(found, ".2e")}, {len(moved)} of {len(found.tensors)} tensors moved"
+                f"{_some(moved)}",
+                {"relFro": found.total.relfro, "moved": moved, "tensors": len(found.tensors)})  # fmt: skip
+    found = weights(a, other)
+    yield Check("other seed, weights", (found.total.relfro or 0.0) >= DISTINCT_WEIGHTS,
+                f"other-seed weights: relFro {_relfro(found, ".3f")} (>= {DISTINCT_WEIGHTS})",
+                {"relFro": found.total.relfro})  # fmt: skip
     yield _repeated(command, a)
     same_files = [
         ("prefetch 0", lambda: children.train("prefetch-0", "--no-prefetch")),
@@ -197,6 +191,10 @@ def smoke(
             )
         except ChildFailed as error:
             yield Check(name, False, f"{name}: {error}", {})
+
+
+def _relfro(found: Comparison, spec: str) -> str:
+    return f"undefined ({found.total.undefined})" if found.total.relfro is None else format(found.total.relfro, spec)
 
 
 def _some(names: list[str]) -> str:

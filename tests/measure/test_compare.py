@@ -37,7 +37,10 @@ def test_one_ulp_and_small_noise_are_both_named_in_order_and_the_verdict_is_same
     assert found.verdict == "same"
     assert found.moved[1].numbers.max_ulp == 1
     assert found.moved[1].differing == 1
-    everything = [np.concatenate([np.ravel(t[k]).astype(np.float64) for k in sorted(a)]) for t in (a, b)]
+    everything = [
+        np.concatenate([np.ravel(t[k]).astype(np.float64) for k in sorted(a) if a[k].dtype == np.float32])
+        for t in (a, b)
+    ]
     want = np.linalg.norm(everything[0] - everything[1]) / np.linalg.norm(everything[0])
     assert found.total.relfro == pytest.approx(want, rel=1e-12)
 
@@ -211,6 +214,24 @@ def test_groups():
     want = np.linalg.norm((stacked[0] - stacked[1]).astype(np.float64)) / np.linalg.norm(stacked[0].astype(np.float64))
     assert by_layer.groups["1"].relfro == pytest.approx(want, rel=1e-6)
     assert module_path("model.layers.10.mlp.weight") == "model.layers.10"
+
+
+def test_a_counter_does_not_hide_what_the_weights_did():
+    a, b = (
+        {"w": np.array([0.02, 0.01]), "step": np.array(10**6)},
+        {"w": np.array([0.01, 0.02]), "step": np.array(10**6)},
+    )
+    found = compare(a, b)
+    assert found.verdict == "different"
+    assert found.total.relfro == pytest.approx((2 * 0.01**2) ** 0.5 / (0.02**2 + 0.01**2) ** 0.5, rel=1e-12)
+    assert (found.total.slots, found.total.differing) == (3, 2)
+
+
+def test_integers_that_differ_are_not_the_same():
+    a = {"w": np.ones(3), "step": np.array(10**9)}
+    found = compare(a, a | {"step": np.array(10**9 + 1)})
+    assert (found.verdict, found.reason) == ("unclear", "integers differ: 'step'; relFro 0")
+    assert compare({"ids": np.array([10**9, 5])}, {"ids": np.array([10**9, 6])}).verdict == "same"
 
 
 def test_only():

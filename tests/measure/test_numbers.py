@@ -249,8 +249,8 @@ def test_threads_do_not_reach_a_bit(monkeypatch):
 
 def test_one_flipped_bit_anywhere_is_seen():
     rng = np.random.default_rng(6)
-    a = rng.integers(0, 256, 4 * (numbers.BLOCK + 5), np.uint8)
-    for at in (0, 1, 4 * numbers.BLOCK - 1, 4 * numbers.BLOCK, a.size - 1):
+    a = rng.integers(0, 256, 4 * (numbers.SCAN + 5), np.uint8)
+    for at in (0, 1, 4 * numbers.BLOCK - 1, 4 * numbers.BLOCK, 4 * numbers.SCAN - 1, 4 * numbers.SCAN, a.size - 1):
         b = a.copy()
         b[at] ^= 0x80
         assert if_identical("F32", a, b) is None

@@ -1,6 +1,5 @@
 """Nested dictionaries and lists of arrays as a checkpoint, so that arrays in memory compare as files do."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,16 +44,10 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor(leaf: Any, where: str) -> Tensor:
-    kind = type(leaf).__module__.partition(".")[0]
-    if kind == "mlx" and str(leaf.dtype) == "mlx.core.bfloat16":
+    if type(leaf).__module__.startswith("mlx.") and str(leaf.dtype) == "mlx.core.bfloat16":
         import mlx.core as mx
 
         return from_numpy(np.array(leaf.view(mx.uint16)), "BF16")
-    if kind == "torch":
-        torch = sys.modules["torch"]
-        leaf = leaf.detach().cpu().contiguous()
-        if leaf.dtype == torch.bfloat16:
-            return from_numpy(leaf.view(torch.int16).numpy().view(np.uint16), "BF16")
     if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
         raise UsageError(f"{where}: {type(leaf).__name__} is not an array")
     try:

@@ -112,6 +112,18 @@ class OptimConfig:
     beta2: float = _opt(0.95, "Decay of AdamW's second moment.", low=0.0, below=1.0)
     eps: float = _opt(1e-8, "AdamW's epsilon.", low=1e-38)
     grad_clip: float = _opt(1.0, "Largest global norm of the gradient; 0: no clipping.", low=0.0)
+    on_spike: str = _opt(
+        "warn",
+        "At a spike. skip: without its update. rollback: back to an earlier step, other data, smaller steps. "
+        "stop: before its update.",
+        choices=("warn", "skip", "rollback", "stop"),
+    )
+    rollback_steps: int = _opt(100, "Least number of steps a rollback goes back.", low=1)
+    rollback_factor: float = _opt(0.5, "What a rollback multiplies the learning rate by.", low=0.0, high=1.0)
+    rollback_ramp: int = _opt(200, "Steps in which the learning rate comes back after a rollback.", low=1)
+    spike_detect: bool = _opt(True, "Look for spikes while training.")
+    spike_window: int = _opt(100, "Steps that a step is compared with.", low=20)
+    spike_factor: float = _opt(6.0, "Robust deviations above the median that make a spike.", low=1.0)
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,8 @@ class TrainConfig:
             raise UsageError(f"--warmup: {warmup} steps of warmup do not fit in --steps {o.steps}")
         if o.schedule == "wsd" and warmup + decay > o.steps:
             raise UsageError(f"--decay-steps: warmup {warmup} + decay {decay} is more than --steps {o.steps}")
+        if not o.spike_detect and o.on_spike != "warn":
+            raise UsageError(f"--no-spike-detect: --on-spike {o.on_spike} needs the detection")
         seeds = dataclasses.replace(
             s,
             init_seed=s.seed if s.init_seed is None else s.init_seed,
@@ -241,7 +255,18 @@ def _fields() -> dict[str, Field]:
 
 
 FIELDS: dict[str, Field] = _fields()
+# Settings that decide bits only together with a policy that changes what is trained.
+ROLLBACK = ("rollback_steps", "rollback_factor", "rollback_ramp")
+SPIKES = ("on_spike", "spike_detect", "spike_window", "spike_factor", *ROLLBACK)
 SEEDS = ("seed", "init_seed", "data_seed")
+
+
+def decides(config: "TrainConfig", name: str) -> bool:
+    """Return whether field `name` decides the bits of a run of `config`, rather than speed or comfort."""
+    if name in SPIKES:
+        policy = config.optim.on_spike
+        return policy == "rollback" or (policy == "skip" and name not in ROLLBACK)
+    return not FIELDS[name].comfort
 
 
 def flag(name: str) -> str:
@@ -333,5 +358,6 @@ def differences(a: TrainConfig, b: TrainConfig) -> list[tuple[str, Any, Any]]:
     return [
         (name, x, y)
         for name, f in FIELDS.items()
-        if not f.comfort and (x := getattr(getattr(a, f.section), name)) != (y := getattr(getattr(b, f.section), name))
+        if (decides(a, name) or decides(b, name))
+        and (x := getattr(getattr(a, f.section), name)) != (y := getattr(getattr(b, f.section), name))
     ]

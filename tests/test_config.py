@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxdet.config import FIELDS, PRESETS, TrainConfig, differences, flag, from_dict, from_toml, to_toml
+from mlxdet.config import (
+    FIELDS,
+    PRESETS,
+    ROLLBACK,
+    SPIKES,
+    TrainConfig,
+    decides,
+    differences,
+    flag,
+    from_dict,
+    from_toml,
+    to_toml,
+)
 from mlxdet.errors import UsageError
 
 
@@ -138,7 +150,25 @@ def test_what_changes_comfort_only_is_no_difference():
             config, **{f.section: dataclasses.replace(getattr(config, f.section), **{f.name: other})}
         )
         names = [name for name, _, _ in differences(config, changed)]
-        assert names == ([] if f.comfort else [f.name]), f.name
+        assert names == ([f.name] if decides(config, f.name) or decides(changed, f.name) else []), f.name
+        assert decides(config, f.name) == (not f.comfort and f.name not in SPIKES), f.name
+
+
+def test_what_a_spike_policy_needs_decides_with_it_and_else_does_not():
+    for policy, deciding in {
+        "warn": set(),
+        "stop": set(),
+        "skip": set(SPIKES) - set(ROLLBACK),
+        "rollback": set(SPIKES),
+    }.items():
+        config = TrainConfig.of(on_spike=policy).resolve()
+        assert {name for name in SPIKES if decides(config, name)} == deciding, policy
+    assert differences(TrainConfig.of(on_spike="warn"), TrainConfig.of(on_spike="stop")) == []
+    assert differences(TrainConfig.of(on_spike="warn"), TrainConfig.of(on_spike="skip")) == [
+        ("on_spike", "warn", "skip")
+    ]
+    with pytest.raises(UsageError, match="--no-spike-detect"):
+        TrainConfig.of(on_spike="skip", spike_detect=False).resolve()
 
 
 def test_flags_are_named_after_fields():

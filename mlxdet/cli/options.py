@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mlxdet.config import FIELDS, SEEDS, Field, TrainConfig, flag, from_toml
+from mlxdet.config import FIELDS, SEEDS, SPIKES, Field, TrainConfig, flag, from_toml
 
 SECTIONS = {
     "data": "Text and order",
@@ -70,11 +70,13 @@ def config_options(comfort_only: bool = False) -> Callable[[Callable[..., Any]],
             default = (
                 "" if f.default in (None, (), "") or f.optional else f"  [default: {f.default!r}]".replace("'", "")
             )
-            metavar = {int: "N", float: "X", str: "TEXT", tuple: "PATH"}[f.kind]
+            metavar = {int: "N", float: "X", str: "TEXT", tuple: "PATH", bool: ""}[f.kind]
+            names = f"{flag(f.name)}/--no-{flag(f.name)[2:]}" if f.kind is bool else flag(f.name)
+            hidden = comfort_only and not f.comfort and f.name not in SPIKES
             command = click.option(
-                flag(f.name), f.name, cls=SectionOption, section=f.section, type=_kind(f), default=None,
-                multiple=f.kind is tuple, help=f.help + default, hidden=comfort_only and not f.comfort,
-                metavar=None if f.choices else metavar,
+                names, f.name, cls=SectionOption, section=f.section, type=_kind(f), default=None,
+                multiple=f.kind is tuple, help=f.help + default, hidden=hidden,
+                metavar=None if f.choices or f.kind is bool else metavar,
             )(command)  # fmt: skip
             if f.name == "prefetch":
                 command = click.option(

@@ -95,10 +95,16 @@ class TextBatches:
                     f"give more text or a smaller --context"
                 )
 
-    def rows(self, step: int) -> np.ndarray:
-        """Return the first token index of each window of `step` (from 1), int64 (accumulation * batch,), read-only."""
+    def rows(self, step: int, detour: int = 0) -> np.ndarray:
+        """Return the first token index of each window of `step` (from 1), int64 (accumulation * batch,), read-only.
+
+        A detour (from 1; training/detours.py) reads other rows: random windows, in either order.
+        """
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
+        if detour:
+            key = stream(self.data_seed, "detour", step, detour)
+            return windows(np.array([key], np.uint64), self._rows, self.positions)[0]
         number, within = divmod(step - 1, self._steps)
         last, block = self._last  # one read: another thread may replace the pair at any time
         if last != number:
@@ -125,9 +131,9 @@ class TextBatches:
         place = permuted(index, n, keys[which])
         return (place * self.context + offset[which]).reshape(self._steps, self._rows)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, detour: int = 0) -> Batch:
         """Return the batch that trains `step` (from 1). Thread-safe, and the same whatever was asked before."""
-        rows = self.rows(step)
+        rows = self.rows(step, detour)
         tokens = self._windows[rows]
         digest = hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=8)
         digest.update(tokens.astype(self._little, copy=False))

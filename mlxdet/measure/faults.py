@@ -66,8 +66,8 @@ def evaluation_draws() -> None:
     class Shifted(loop.TextBatches):
         shift = 0
 
-        def batch(self, step: int) -> Any:
-            return replace(super().batch(step + Shifted.shift), step=step)
+        def batch(self, step: int, detour: int = 0) -> Any:
+            return replace(super().batch(step + Shifted.shift, detour), step=step)
 
     whole = loop._Trainer._validate
 

@@ -12,6 +12,7 @@ from mlxdet.config import TrainConfig
 from mlxdet.report.summary import sparkline
 from mlxdet.training.loop import Listener
 from mlxdet.training.run import METRICS, Run
+from mlxdet.training.spikes import Spike
 
 
 def listener(config: TrainConfig, as_json: bool) -> Listener:
@@ -99,6 +100,12 @@ class Lines:
 
     def saved(self, step: int, path: Path) -> None:
         self.say(f"step {step}/{self.steps}  saved {path}")
+
+    def spiked(self, spike: Spike, action: str) -> None:
+        grad = f", gradient norm {spike.grad_norm:.4g}" if spike.grad_norm is not None else ""
+        what = {"warn": "", "skip": "; its update is skipped", "stop": "; stopping",
+                "rollback": "; rolling back"}[action]  # fmt: skip
+        self.say(f"step {spike.step}/{self.steps}  spike: loss {spike.loss:.4f}{grad}: {spike.text()}{what}")
 
     def stopped(self, run: Run, step: int, reason: str) -> None:
         losses = [record["loss"] for record in run.records(METRICS) if record["step"] <= step]

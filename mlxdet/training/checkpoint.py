@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ import numpy as np
 from mlxdet.errors import Fault, UsageError
 from mlxdet.formats.safetensors import read_safetensors, write_safetensors
 from mlxdet.formats.tensor import FormatError, from_numpy
+from mlxdet.training.detours import FRESH, Detour, Past
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 _UNFINISHED = ".unfinished-"
@@ -34,13 +35,14 @@ _UNFINISHED = ".unfinished-"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a training on the host: weights, first and second moments (float32, the same names), and steps
-    done."""
+    """The state of a training on the host: weights, first and second moments (float32, the same names), steps done,
+    and the past that the next ones depend on."""
 
     weights: dict[str, np.ndarray]
     first: dict[str, np.ndarray]
     second: dict[str, np.ndarray]
     step: int
+    past: Past = FRESH
 
 
 def sync_directory(path: Path) -> None:
@@ -142,6 +144,10 @@ def save(checkpoints: Path, state: Snapshot, recipe: str) -> Path:
                 OPTIMIZER: _write(temporary / OPTIMIZER, lambda f: write_safetensors(f, optimizer)),
             }
             content = {"format": 1, "step": state.step, "recipe": recipe, "files": files}
+            if state.past != FRESH:
+                # Format 2, so that a version that does not know of withheld updates refuses it.
+                detours = [[d.step, d.to] for d in state.past.detours]
+                content |= {"format": 2, "skipped": state.past.skipped, "detours": detours}
             _write(temporary / STATE, lambda f: f.write(_dump(content)))
             sync_directory(temporary)
             if final.exists():  # a directory of that name without a state.json: not a checkpoint
@@ -154,15 +160,26 @@ def save(checkpoints: Path, state: Snapshot, recipe: str) -> Path:
     return final
 
 
-def rotate(checkpoints: Path, keep: int) -> list[int]:
-    """Remove all but the newest `keep` checkpoints (0: none) and return the steps removed."""
-    old = published(checkpoints)[:-keep] if keep > 0 else []
+def rotate(checkpoints: Path, keep: int, anchors: Collection[int] = ()) -> list[int]:
+    """Remove all but the newest `keep` checkpoints (0: none) and those of `anchors`; return the steps removed."""
+    old = [step for step in published(checkpoints)[:-keep] if step not in anchors] if keep > 0 else []
     for step in old:
-        # state.json first: from then on the directory is no checkpoint, whatever happens to the rest.
-        path = directory(checkpoints, step)
-        (path / STATE).unlink()
-        shutil.rmtree(path)
+        _remove(directory(checkpoints, step))
     return old
+
+
+def discard(checkpoints: Path, after: int) -> list[int]:
+    """Remove the checkpoints beyond step `after`, newest first: a crash leaves a chain without a gap in it."""
+    beyond = [step for step in reversed(published(checkpoints)) if step > after]
+    for step in beyond:
+        _remove(directory(checkpoints, step))
+    return beyond
+
+
+def _remove(path: Path) -> None:
+    # state.json first: from then on the directory is no checkpoint, whatever happens to the rest.
+    (path / STATE).unlink()
+    shutil.rmtree(path)
 
 
 def sweep(checkpoints: Path) -> None:
@@ -210,7 +227,8 @@ def load(path: Path, recipe: str | None = None) -> Snapshot:
             f"{path / OPTIMIZER}: does not belong to {MODEL} (step {step}, {', '.join(odd[:5])}); {way_out}"
         )
     first, second = ({k: optimizer[f"{k}.{moment}"] for k in model} for moment in "mv")
-    return Snapshot(model, first, second, step)
+    past = Past(content.get("skipped", 0), tuple(Detour(*d) for d in content.get("detours", ())))
+    return Snapshot(model, first, second, step, past)
 
 
 def _sha256(path: Path) -> str:
@@ -232,6 +250,6 @@ def _read_state(path: Path) -> dict[str, Any]:
         whole = False
     if not whole:
         raise UsageError(f"{file}: damaged; remove {path} to go on from the checkpoint before it")
-    if content["format"] != 1:
-        raise UsageError(f"{file}: checkpoint format {content['format']} is not one this mlxdet reads (1)")
+    if content["format"] not in (1, 2):
+        raise UsageError(f"{file}: checkpoint format {content['format']} is not one this mlxdet reads (1, 2)")
     return content

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mlxdet.config import TrainConfig
 from mlxdet.errors import Fault, UsageError
 from mlxdet.training import checkpoint
 from mlxdet.training.checkpoint import saving, sync_directory, sync_file
+from mlxdet.training.detours import Detour, Past
 
 MANIFEST, METRICS, VALIDATION, TIMING, EVENTS, LOCK = (
     "run.json",
@@ -36,17 +37,33 @@ def line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False)
 
 
+def _key(record: dict[str, Any]) -> tuple[int, int]:
+    """Return (detour, step): a rollback's new lines stand beside those of the branch that it left."""
+    return record.get("detour", 0), record["step"]
+
+
+def timeline(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of what the run is now: after a rollback, without the steps that it took back."""
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        if record.get("detour"):
+            while kept and kept[-1]["step"] >= record["step"] and kept[-1].get("detour", 0) < record["detour"]:
+                kept.pop()
+        kept.append(record)
+    return kept
+
+
 class Log:
-    """An append-only JSONL file. `keyed` ones check lines that are written again, by their "step"."""
+    """An append-only JSONL file. `keyed` ones check lines that are written again, by their "detour" and "step"."""
 
     def __init__(self, path: Path, keyed: bool):
         self.path = path
-        self._known: dict[int, str] = {}
+        self._known: dict[tuple[int, int], str] = {}
         self._cut()
         if keyed and path.exists():
             for number, text in enumerate(path.read_text().splitlines(), 1):
                 try:
-                    self._known[json.loads(text)["step"]] = text
+                    self._known[_key(json.loads(text))] = text
                 except (ValueError, TypeError, KeyError):
                     raise UsageError(f"{path}:{number}: not a line of this log; the file was changed") from None
         self._file = path.open("ab", buffering=0)
@@ -62,7 +79,7 @@ class Log:
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`; if its step is already logged, raise Fault unless the bits are the same."""
         text, step = line(record), record.get("step")
-        known = self._known.get(step) if step is not None else None
+        known = self._known.get(_key(record)) if step is not None else None
         if known is None:
             data = (text + "\n").encode()
             with saving(str(self.path), "the last good checkpoint is untouched"):
@@ -79,9 +96,9 @@ class Log:
                 f"libraries or the files"
             )
 
-    def forget_after(self, step: int) -> None:
-        """Drop the lines of later steps: in another environment they need not come out the same."""
-        kept = {s: text for s, text in self._known.items() if s <= step}
+    def forget_after(self, step: int, detour: int) -> None:
+        """Drop the lines of later steps and detours: in another environment they need not come out the same."""
+        kept = {k: text for k, text in self._known.items() if k[0] < detour or (k[0] == detour and k[1] <= step)}
         new = self.path.with_suffix(".new")
         with saving(str(self.path), "the last good checkpoint is untouched"):
             with new.open("wb") as file:
@@ -143,11 +160,22 @@ class Run:
             raise UsageError(f"{self.path}: no checkpoint{'' if step is None else f' of step {step}'}; {has}")
         return checkpoint.load(checkpoint.directory(self.checkpoints, steps[-1] if step is None else step), self.recipe)
 
-    def records(self, name: str = METRICS) -> Iterator[dict[str, Any]]:
-        """Yield the records of a log, whole lines only."""
+    def records(self, name: str = METRICS, *, branches: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the records of a log, whole lines only.
+
+        Of metrics and validation, those of the run as it is now; with `branches` also those that a rollback took back.
+        """
+        lines: list[dict[str, Any]] = []
         if (self.path / name).exists():
-            for text in (self.path / name).read_text().split("\n")[:-1]:
-                yield json.loads(text)
+            lines = [json.loads(text) for text in (self.path / name).read_text().split("\n")[:-1]]
+        yield from timeline(lines) if name in (METRICS, VALIDATION) and not branches else lines
+
+    def past(self, step: int | None = None) -> Past:
+        """Return what the run has been through up to `step` (default: its end), from its logs: the detours that the
+        steps of the run as it is now have taken, and the updates withheld up to `step`."""
+        rollbacks = {e["detour"]: Detour(e["step"], e["to"]) for e in self.records(EVENTS) if e["event"] == "rollback"}
+        skipped = sum(1 for r in self.records() if r.get("skipped") and (step is None or r["step"] <= step))
+        return Past(skipped, tuple(rollbacks[n] for n in sorted(rollbacks)))
 
     def acquire(self) -> None:
         """Become the one writer of this run. Raises UsageError if another process is."""
@@ -168,7 +196,11 @@ class Run:
 
 def recipe(config: TrainConfig, corpus: dict[str, Any]) -> str:
     """Return the digest of what decides a run's bits, on a given machine: settings (not comfort) and corpus content."""
-    decides = {name: getattr(getattr(config, f.section), name) for name, f in configs.FIELDS.items() if not f.comfort}
+    decides = {
+        name: getattr(getattr(config, f.section), name)
+        for name, f in configs.FIELDS.items()
+        if configs.decides(config, name)
+    }
     content = {"config": decides, "corpus": corpus["digest"], "vocab": corpus["vocab"]}
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 

@@ -6,12 +6,19 @@ from Hägele et al., arXiv:2405.18392.
 """
 
 import math
+from collections.abc import Sequence
 
 from mlxdet.config import OptimConfig
+from mlxdet.training.detours import Detour, factor_at
 
 
-def learning_rate(config: OptimConfig, step: int) -> float:
-    """Return the learning rate of `step` (1-based, as everywhere in a run), of a resolved config."""
+def learning_rate(config: OptimConfig, step: int, detours: Sequence[Detour] = ()) -> float:
+    """Return the learning rate of `step` (1-based, as everywhere in a run), of a resolved config, after `detours`."""
+    rate = _scheduled(config, step)
+    return rate * factor_at(detours, step, config.rollback_factor, config.rollback_ramp) if detours else rate
+
+
+def _scheduled(config: OptimConfig, step: int) -> float:
     s = step - 1
     high, low = config.max_lr, config.min_lr
     assert config.warmup is not None and low is not None

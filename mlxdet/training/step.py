@@ -11,7 +11,8 @@ autograd, as MLX users usually do: the control arm.
 Nothing is drawn from a global generator: dropout and noise take keys made of (seed, name, step, micro-batch).
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +27,23 @@ from mlxdet.model.embedding import segment_sum
 from mlxdet.model.ops import ops_for
 from mlxdet.seeds import stream
 from mlxdet.training.checkpoint import Snapshot
+from mlxdet.training.detours import FRESH, Past, detour_at
 from mlxdet.training.schedule import learning_rate
 
+NO_LIMITS = (math.inf,) * 4
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True)
 class State:
-    """All that a step reads and returns: weights, AdamW's two moments (float32, same names), and steps done."""
+    """All that a step reads and returns: weights, AdamW's two moments (float32, same names), steps done, and the past
+    that the next ones depend on."""
 
     weights: dict[str, mx.array]
     first: dict[str, mx.array]
     second: dict[str, mx.array]
     step: int
+    past: Past = FRESH
 
     @staticmethod
     def of(saved: Snapshot) -> "State":
@@ -46,14 +51,14 @@ class State:
         weights, first, second = (
             {k: mx.array(v) for k, v in tree.items()} for tree in (saved.weights, saved.first, saved.second)
         )
-        return State(weights, first, second, saved.step)
+        return State(weights, first, second, saved.step, saved.past)
 
     def snapshot(self) -> Snapshot:
         """Return the state on the host; waits for it."""
         weights, first, second = (
             {k: np.array(v) for k, v in tree.items()} for tree in (self.weights, self.first, self.second)
         )
-        return Snapshot(weights, first, second, self.step)
+        return Snapshot(weights, first, second, self.step, self.past)
 
     def arrays(self) -> list[mx.array]:
         """Return every array, for mx.eval."""
@@ -62,7 +67,7 @@ class State:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step measured, still lazy: float32 scalars; `applied` says both were finite and the update was made."""
+    """What one step measured, still lazy: float32 scalars; `applied` says whether the update was made."""
 
     loss: mx.array
     grad_norm: mx.array
@@ -118,11 +123,23 @@ class TrainStep:
         self, weights: gpt.Weights, e: mx.array, targets: mx.array, drop: mx.array | None, noise: mx.array | None
     ) -> mx.array:
         """Return the summed loss (float32) of token embeddings e (B, T, D) against targets (B, T)."""
+        return self.token_losses(weights, e, targets, drop, noise).sum()
+
+    def token_losses(
+        self,
+        weights: gpt.Weights,
+        e: mx.array,
+        targets: mx.array,
+        drop: mx.array | None,
+        noise: mx.array | None,
+        watch: list[mx.array] | None = None,
+    ) -> mx.array:
+        """Return the loss of each token, float32 (B, T); `watch` as in gpt.hidden_from."""
         if noise is not None:
             # NEFTune (Jain et al., arXiv:2310.05914): uniform noise of size alpha / sqrt(T * D).
             e = e + (mx.random.uniform(-1.0, 1.0, e.shape, mx.float32, noise) * self._noise).astype(e.dtype)
-        h = gpt.hidden(weights, e, self.config.model, self.ops, drop)
-        return self.ops.cross_entropy(gpt.logits(weights, h), targets).sum()
+        h, _ = gpt.hidden_from(weights, e, self.config.model, self.ops, [], drop, watch)
+        return self.ops.cross_entropy(gpt.logits(weights, h), targets)
 
     def gradient(
         self, weights: gpt.Weights, tokens: mx.array, keys: list[mx.array | None]
@@ -147,7 +164,9 @@ class TrainStep:
         """Return (weights, first, second, loss, gradient norm, applied) after AdamW with clipping.
 
         AdamW as in Loshchilov and Hutter, arXiv:1711.05101: decoupled decay (matrices only), both moments
-        bias-corrected. `scalars`, float32: 1 / scored tokens, learning rate, 1 / (1 - beta1**t), 1 / (1 - beta2**t).
+        bias-corrected. `scalars`, float32: 1 / scored tokens, learning rate, 1 / (1 - beta1**t), 1 / (1 - beta2**t),
+        and the least loss, the least norm, and the least of both together that withhold the update, as what is not
+        finite does: weights and moments then stay as they were.
         """
         o = self.config.optim
         per_token, lr, correct1, correct2 = scalars[0], scalars[1], scalars[2], scalars[3]
@@ -155,7 +174,8 @@ class TrainStep:
         loss = total[0] * per_token
         grads = {k: total[1][k] * per_token for k in names}
         norm = mx.sqrt(mx.stack([mx.square(grads[k]).sum() for k in names]).sum())
-        applied = mx.isfinite(loss) & mx.isfinite(norm)
+        spike = (loss >= scalars[4]) | (norm >= scalars[5]) | ((loss >= scalars[6]) & (norm >= scalars[7]))
+        applied = mx.isfinite(loss) & mx.isfinite(norm) & ~spike
         scale = mx.minimum(o.grad_clip / (norm + 1e-6), 1.0) if o.grad_clip > 0 else mx.array(1.0)
         new: tuple[gpt.Weights, gpt.Weights, gpt.Weights] = ({}, {}, {})
         for k in names:
@@ -165,34 +185,63 @@ class TrainStep:
             w = weights[k] * (1.0 - lr * o.weight_decay) if weights[k].ndim > 1 else weights[k]
             w = w - lr * (m * correct1) / (mx.sqrt(v * correct2) + o.eps)
             for out, value, old in zip(new, (w, m, v), (weights[k], first[k], second[k]), strict=True):
-                out[k] = mx.where(applied, value, old)  # a non-finite step changes nothing
+                out[k] = mx.where(applied, value, old)
         return (*new, loss, norm, applied)
 
-    def keys(self, step: int, micro: int) -> list[mx.array | None]:
+    def keys(self, step: int, micro: int, detour: int = 0) -> list[mx.array | None]:
         """Return the keys of dropout and noise, None where off."""
         seed, m = self.config.seeds.seed, self.config.model
+        counters = (step, micro, detour) if detour else (step, micro)
         return [
-            random_key(seed, "dropout", step, micro) if m.dropout > 0 else None,
-            random_key(seed, "neftune", step, micro) if m.neftune_alpha > 0 else None,
+            random_key(seed, "dropout", *counters) if m.dropout > 0 else None,
+            random_key(seed, "neftune", *counters) if m.neftune_alpha > 0 else None,
         ]
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Outcome]:
         """Return the next state and what was measured, lazily. `batch.step` must be state.step + 1."""
+        return self.finish(state, batch, self.begin(state, batch))
+
+    def begin(self, state: State, batch: Batch) -> tuple[mx.array, gpt.Weights]:
+        """Return the summed loss and gradients of a step, lazily: what needs no decision about the step before."""
         assert batch.step == state.step + 1, (batch.step, state.step)
-        o, t = self.config.optim, batch.step
+        detour = detour_at(state.past.detours, batch.step)
         parts = (
-            self._gradient(state.weights, mx.array(tokens), self.keys(t, micro))
+            self._gradient(state.weights, mx.array(tokens), self.keys(batch.step, micro, detour))
             for micro, tokens in enumerate(batch.tokens)
         )
-        total = tree_sum(parts, self._add)
+        return tree_sum(parts, self._add)
+
+    def finish(
+        self, state: State, batch: Batch, total: tuple[mx.array, gpt.Weights], limits: Sequence[float] = NO_LIMITS
+    ) -> tuple[State, Outcome]:
+        """Return the next state and what was measured, lazily. `limits`: see `update`; from `spikes.Limits.thresholds`.
+
+        AdamW's t counts the updates that were made, not the steps: a withheld one has left the moments as they were.
+        """
+        o, step = self.config.optim, batch.step
+        t = step - state.past.skipped
         scored = batch.tokens.shape[0] * batch.tokens.shape[1] * (batch.tokens.shape[2] - 1)
         scalars = np.array(
-            [1.0 / scored, learning_rate(o, t), 1.0 / (1.0 - o.beta1**t), 1.0 / (1.0 - o.beta2**t)], np.float32
+            [
+                1.0 / scored,
+                learning_rate(o, step, state.past.detours),
+                1.0 / (1.0 - o.beta1**t),
+                1.0 / (1.0 - o.beta2**t),
+                *(_float32_up(limit) for limit in limits),
+            ],
+            np.float32,
         )
         weights, first, second, *measured = self._update(
             state.weights, state.first, state.second, total, mx.array(scalars)
         )
-        return State(weights, first, second, t), Outcome(*measured)
+        return State(weights, first, second, step, state.past), Outcome(*measured)
+
+
+def _float32_up(value: float) -> np.float32:
+    """Return the least float32 not below `value`: for a float32 x, x >= it is exactly x >= value."""
+    with np.errstate(over="ignore"):
+        nearest = np.float32(value)
+    return nearest if float(nearest) >= value else np.nextafter(nearest, np.float32(np.inf))
 
 
 def _add(a: tuple[mx.array, gpt.Weights], b: tuple[mx.array, gpt.Weights]) -> tuple[mx.array, gpt.Weights]:

@@ -67,7 +67,7 @@ def test_the_check_sees_a_hidden_state(corpus: Corpus) -> None:
     """Negative control: a generator that is drawn from in sequence."""
 
     class Sequential(TextBatches):
-        def rows(self, step: int) -> np.ndarray:
+        def rows(self, step: int, detour: int = 0) -> np.ndarray:
             self.rng = getattr(self, "rng", np.random.default_rng(self.data_seed))
             return self.rng.integers(0, self.positions, 8)
 

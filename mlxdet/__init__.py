@@ -8,13 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlxdet import nn
+    from mlxdet.auditing.audit import audit
+    from mlxdet.auditing.report import Audit
     from mlxdet.config import TrainConfig
     from mlxdet.errors import Fault, MlxdetError, UsageError
+    from mlxdet.measure.compare import assert_identical, compare
+    from mlxdet.measure.repeatable import assert_repeatable
+    from mlxdet.nn import make_deterministic
     from mlxdet.seeds import BatchRng, Splitmix64, batch_rng, parse_seed, seed_everything, stream
     from mlxdet.training.loop import resume, train
     from mlxdet.training.run import Run
 
 __all__ = [
+    "Audit",
     "BatchRng",
     "Fault",
     "MlxdetError",
@@ -22,7 +29,13 @@ __all__ = [
     "Splitmix64",
     "TrainConfig",
     "UsageError",
+    "assert_identical",
+    "assert_repeatable",
+    "audit",
     "batch_rng",
+    "compare",
+    "make_deterministic",
+    "nn",
     "parse_seed",
     "resume",
     "seed_everything",
@@ -31,8 +44,13 @@ __all__ = [
 ]
 
 _HOME = {
+    "mlxdet.auditing.audit": ("audit",),
+    "mlxdet.auditing.report": ("Audit",),
     "mlxdet.config": ("TrainConfig",),
     "mlxdet.errors": ("Fault", "MlxdetError", "UsageError"),
+    "mlxdet.measure.compare": ("assert_identical", "compare"),
+    "mlxdet.measure.repeatable": ("assert_repeatable",),
+    "mlxdet.nn": ("make_deterministic",),
     "mlxdet.seeds": ("BatchRng", "Splitmix64", "batch_rng", "parse_seed", "seed_everything", "stream"),
     "mlxdet.training.loop": ("resume", "train"),
     "mlxdet.training.run": ("Run",),
@@ -41,6 +59,8 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module("mlxdet.nn")
     if name not in _MODULE:
         raise AttributeError(f"module 'mlxdet' has no attribute {name!r}")
     value = getattr(import_module(_MODULE[name]), name)

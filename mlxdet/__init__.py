@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mlxdet.config import TrainConfig
     from mlxdet.errors import Fault, MlxdetError, UsageError
     from mlxdet.measure.compare import assert_identical, compare
+    from mlxdet.measure.divergence import diverge
     from mlxdet.measure.repeatable import assert_repeatable
     from mlxdet.nn import make_deterministic
     from mlxdet.seeds import BatchRng, Splitmix64, batch_rng, parse_seed, seed_everything, stream
@@ -34,6 +35,7 @@ __all__ = [
     "audit",
     "batch_rng",
     "compare",
+    "diverge",
     "make_deterministic",
     "nn",
     "parse_seed",
@@ -49,6 +51,7 @@ _HOME = {
     "mlxdet.config": ("TrainConfig",),
     "mlxdet.errors": ("Fault", "MlxdetError", "UsageError"),
     "mlxdet.measure.compare": ("assert_identical", "compare"),
+    "mlxdet.measure.divergence": ("diverge",),
     "mlxdet.measure.repeatable": ("assert_repeatable",),
     "mlxdet.nn": ("make_deterministic",),
     "mlxdet.seeds": ("BatchRng", "Splitmix64", "batch_rng", "parse_seed", "seed_everything", "stream"),

@@ -59,7 +59,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in directory `path`. Raises FormatError, naming the file that is missing or damaged."""
     source = Source(path / STATE)
     state = parse_json(source, 0, source.size, "the file")
-    if not isinstance(state, dict) or state.get("format") != 1 or not isinstance(state.get("files"), dict):
+    if not isinstance(state, dict) or state.get("format") not in (1, 2) or not isinstance(state.get("files"), dict):
         raise source.error("is not the state of a checkpoint of a known format")
     content = {key: value for key, value in state.items() if key != "check"}
     if state.get("check") != hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest():

@@ -26,7 +26,7 @@ def print_comparison(found: Comparison, console: Console, top: int) -> None:
         shown = moved[:top] if top else moved
         table = _table("tensor", "dtype", "shape")
         for t in shown:
-            table.add_row(plain(t.name), "/".join(dict.fromkeys(t.dtypes)), "x".join(map(str, t.shape)) or "0-d",
+            table.add_row(Text(plain(t.name)), "/".join(dict.fromkeys(t.dtypes)), "x".join(map(str, t.shape)) or "0-d",
                           *_cells(t.numbers))  # fmt: skip
         console.print()
         console.print(table)
@@ -49,7 +49,7 @@ def _print_groups(console: Console, groups: list[tuple[str, Numbers]], found: Co
         counts.setdefault(t.group, []).append(t)
     for name, numbers in groups:
         moved = sum(t.moved for t in counts[name])
-        table.add_row(f"{plain(name)}  ({moved} of {len(counts[name])})", *_cells(numbers))
+        table.add_row(Text(f"{plain(name)}  ({moved} of {len(counts[name])})"), *_cells(numbers))
     table.add_section()
     table.add_row(f"total  ({len(found.moved)} of {len(found.tensors)})", *_cells(found.total))
     console.print()

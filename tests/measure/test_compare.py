@@ -294,11 +294,15 @@ def test_the_table_names_what_moved(tmp_path):
     other = model()
     other["blocks.0.mlp.weight"][0, 0] += 1
     other["new\nline"] = np.ones(1)
-    a, b = save(tmp_path / "a.safetensors", model()), save(tmp_path / "b.safetensors", other)
-    done = run_mlxdet("check", a, b, "--expect", "different")
+    other["[bold]x"] = other.pop("ids") + 1
+    first = model()
+    first["[bold]x"] = first.pop("ids")
+    a, b = save(tmp_path / "a.safetensors", first), save(tmp_path / "b.safetensors", other)
+    done = run_mlxdet("check", a, b, "--expect", "different", COLUMNS="120")
     assert done.returncode == 1
-    assert "blocks.0.mlp.weight  F32    24x16  1 (0.26%)" in done.stdout
+    assert "blocks.0.mlp.weight F32 24x16 1 (0.26%)" in " ".join(done.stdout.split())
     assert r"only in B: 'new\nline'" in done.stdout
+    assert "[bold]x" in done.stdout
     assert "expected different: does not hold" in done.stdout
 
 

@@ -49,9 +49,6 @@ class Slot:
     holder: Any
     key: Any
 
-    def get(self) -> Any:
-        return self.holder.cell_contents if isinstance(self.holder, types.CellType) else self.holder[self.key]
-
     def set(self, value: Any) -> None:
         if isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
@@ -83,7 +80,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 class Reachable:
     """What can be reached from a function: its array slots, and how to put every container back."""
 
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[tuple[Slot, Any]] = field(default_factory=list)  # with the array in it; one place can be met twice
     restore: list[Callable[[], None]] = field(default_factory=list)
     fixed: dict[int, tuple[str, Any]] = field(default_factory=dict)  # arrays in tuples: seen, but not replaceable
     seen: set[int] = field(default_factory=set)  # ids of all that was walked through
@@ -98,7 +95,7 @@ def reachable(roots: dict[str, Any]) -> Reachable:
         path, item, slot = pending.pop()
         if isinstance(item, mx.array):
             if slot is not None:
-                found.slots.append(slot)
+                found.slots.append((slot, item))
             else:
                 found.fixed[id(item)] = (path, item)
             continue

@@ -102,8 +102,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     map_arrays(call, note)
     around = reachable({**objects, getattr(fn, "__name__", type(fn).__name__): fn})
     held: dict[int, tuple[str, Any]] = {}
-    for slot in around.slots:
-        held.setdefault(id(slot.get()), (slot.path, slot.get()))
+    for slot, array in around.slots:
+        held.setdefault(id(array), (slot.path, array))
     given = own + list(held.values())
     random_state: Any = mx.random.state
     random_key = random_state[0].tolist()
@@ -149,8 +149,8 @@ class _Run:
             (list(self.args), self.kwargs), lambda _, x: next(rest) if isinstance(x, mx.array) else x
         )
         by_id = dict(zip(self.held, rest, strict=True))
-        for slot in self.around.slots:
-            slot.set(by_id[id(slot.get())])
+        for slot, array in self.around.slots:
+            slot.set(by_id[id(array)])
         self.record.evaluated.clear()
         returned = self.fn(*args, **kwargs)
         out: list[tuple[str, Any]] = []
@@ -172,7 +172,7 @@ class _Run:
                 out.append((where, leaf))
             else:
                 found = reachable({where: leaf})
-                out.extend((s.path, s.get()) for s in found.slots)
+                out.extend((s.path, array) for s, array in found.slots)
                 out.extend(found.fixed.values())
 
         map_arrays({path: tree} if path else tree, take)

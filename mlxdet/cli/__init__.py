@@ -22,8 +22,14 @@ VERBS = {
     "generate": ("generate", "generate", "Write text with a trained run."),
     "batches": ("data", "batches", "Show what a step of a run reads, without training."),
     "tokenizer": ("data", "tokenizer", "Make a sentencepiece tokenizer, the same bytes each time."),
+    "check": ("check", "check", "Compare two checkpoints of any framework: same model or not?"),
+    "diverge": ("diverge", "diverge", "Find the step and stage where two runs, or two logs, part."),
     "digest": ("inspect", "digest", "Print the content digest of a checkpoint of any format."),
     "smoke": ("smoke", "smoke", "Prove on this machine that the same seed gives the same bits."),
+    "twin": ("twin", "twin", "Run any command twice and compare what it wrote."),
+    "ladder": ("twin", "ladder", "The distance of two runs of one command, step by step."),
+    "spikes": ("spikes", "spikes", "List the steps of a run where loss or gradient norm jumped."),
+    "audit": ("audit", "audit", "Name every operation that can give different bits, on any device."),
     "doctor": ("inspect", "doctor", "Say what MLX runs on here, and what would make it faster or surer."),
 }
 HIDDEN = {"repeat-step": ("smoke", "repeat_step")}

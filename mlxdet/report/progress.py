@@ -74,6 +74,9 @@ class Lines:
             f"device: {environment['decides']['device']}, mlx {environment['decides']['mlx']}, "
             f"{run.config.loop.kernels} kernels, seed {run.config.seeds.seed}"
         )
+        if not run.manifest.get("audit", {"ok": True})["ok"]:
+            racing = sorted({f["primitive"] for f in run.manifest["audit"]["findings"]}) or ["operations not audited"]
+            self.say(f"audit: this step can give different bits on this device ({', '.join(racing)}); `mlxdet audit`")
         if step == self.steps:
             self.say(f"already done: all {step} steps are trained")
         elif step:

@@ -77,6 +77,8 @@ def train(
     corpus = _corpus(config)
     batches = text_batches(config, corpus)
     described = corpus.describe()
+    from mlxdet.training.audit import audit_for_start  # imports MLX
+
     manifest = {
         "format": 1,
         "config": config.as_dict(),
@@ -86,6 +88,7 @@ def train(
         "train_tokens": batches.train_tokens,
         "val_tokens": batches.val_tokens,
         "parameters": _parameters(config, corpus.vocab_size),
+        "audit": audit_for_start(config, corpus.vocab_size, backend),
         "environment": backend.fingerprint(),
         "code": provenance.code_identity(),
     }
@@ -126,6 +129,10 @@ def resume(
             f"{run.path}: this is a different environment, so the rest may have other bits:{diff}\n"
             f"Go back to the run's environment, or give --inexact to go on all the same"
         )
+    if differ:
+        from mlxdet.training.audit import audit_for_start
+
+        audit_for_start(config, corpus.vocab_size, backend)  # the manifest speaks of another environment
     batches = text_batches(config, corpus)
     run.acquire()
     try:

@@ -352,8 +352,23 @@ def test_other_threads_do_not_enter_the_trace():
         assert done.wait(10)
         return mx.exp(x)
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=other, daemon=True)
     thread.start()
     found = mlxdet.audit(f, mx.zeros(3), target="cuda")
     thread.join()
     assert found.ok and "LayerNorm" not in found.operations
+
+
+TABLE = mx.zeros((50, 4))
+
+
+def test_a_global_that_two_functions_use_is_one_place():
+    def inner():
+        return TABLE * 2
+
+    def outer():
+        return inner() + mx.grad(lambda w: w[IDS].sum())(TABLE)
+
+    before = TABLE
+    assert [f.rule for f in mlxdet.audit(outer, target="metal").findings] == ["scatter-add"]
+    assert TABLE is before

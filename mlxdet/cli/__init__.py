@@ -19,6 +19,7 @@ from mlxdet.errors import MlxdetError
 VERBS = {
     "train": ("train", "train", "Train a GPT on text: same seed, same bits."),
     "resume": ("train", "resume", "Go on with a run from its newest checkpoint, bit for bit."),
+    "fork": ("train", "fork", "Go on from a checkpoint as a new run, with something changed on purpose."),
     "generate": ("generate", "generate", "Write text with a trained run."),
     "batches": ("data", "batches", "Show what a step of a run reads, without training."),
     "tokenizer": ("data", "tokenizer", "Make a sentencepiece tokenizer, the same bytes each time."),
@@ -29,6 +30,8 @@ VERBS = {
     "twin": ("twin", "twin", "Run any command twice and compare what it wrote."),
     "ladder": ("twin", "ladder", "The distance of two runs of one command, step by step."),
     "spikes": ("spikes", "spikes", "List the steps of a run where loss or gradient norm jumped."),
+    "replay": ("replay", "replay", "Run up to a step again, bit by bit, and look into that step."),
+    "investigate": ("replay", "investigate", "Find out why a step spiked: data, state, both or the machine."),
     "audit": ("audit", "audit", "Name every operation that can give different bits, on any device."),
     "doctor": ("inspect", "doctor", "Say what MLX runs on here, and what would make it faster or surer."),
 }

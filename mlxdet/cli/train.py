@@ -1,4 +1,4 @@
-"""mlxdet train, mlxdet resume."""
+"""mlxdet train, mlxdet resume, mlxdet fork."""
 
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,33 @@ def resume(run: str, inexact: bool, as_json: bool, **options: Any) -> int | None
 
     watch = listener(Run(run).config, as_json)
     return _finish(go_on(run, changes=given(options), inexact=inexact, listener=watch), as_json)
+
+
+@click.command(cls=SectionedCommand)
+@click.argument("run", metavar="RUN")
+@click.option("--at", required=True, type=click.IntRange(1), metavar="N", help="The checkpoint to go on from.")
+@click.option("--out", required=True, metavar="DIR", help="Directory of the new run.")
+@click.option("--overwrite", is_flag=True, help="Replace the run that is in --out.")
+@common
+@config_options()
+def fork(run: str, at: int, out: str, overwrite: bool, as_json: bool, **options: Any) -> int | None:
+    """Continue a run from one of its checkpoints as a new run, with something changed on purpose.
+
+    Every flag that is given replaces the old run's setting; all else stays. The new run holds the old one's log up to
+    the checkpoint, and its manifest says where it comes from and what was changed. With no change it is the control.
+
+    \b
+    Example:
+      mlxdet fork runs/book --at 4000 --max-lr 1e-3 --out runs/book-lr1e-3
+      mlxdet diverge runs/book runs/book-lr1e-3
+    """
+    from mlxdet.report.progress import listener
+    from mlxdet.training.fork import fork as begin
+    from mlxdet.training.run import Run
+
+    changes = given(options)
+    watch = listener(Run(run).config.replace(**changes), as_json)
+    return _finish(begin(run, at, out, changes, overwrite=overwrite, listener=watch), as_json)
 
 
 def _finish(run: Any, as_json: bool) -> int:

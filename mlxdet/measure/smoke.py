@@ -165,12 +165,12 @@ def smoke(
     found = weights(a, b)
     moved = [t.name for t in found.moved]
     yield Check("same seed, weights", found.identical,
-                f"same-seed weights: relFro {_relfro(found, ".2e")}, {len(moved)} of {len(found.tensors)} tensors moved"
+                f"same-seed weights: relFro {_relfro(found, '.2e')}, {len(moved)} of {len(found.tensors)} tensors moved"
                 f"{_some(moved)}",
                 {"relFro": found.total.relfro, "moved": moved, "tensors": len(found.tensors)})  # fmt: skip
     found = weights(a, other)
     yield Check("other seed, weights", (found.total.relfro or 0.0) >= DISTINCT_WEIGHTS,
-                f"other-seed weights: relFro {_relfro(found, ".3f")} (>= {DISTINCT_WEIGHTS})",
+                f"other-seed weights: relFro {_relfro(found, '.3f')} (>= {DISTINCT_WEIGHTS})",
                 {"relFro": found.total.relfro})  # fmt: skip
     yield _repeated(command, a)
     same_files = [

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -74,11 +74,28 @@ def train(
     config = (config or TrainConfig()).resolve()
     backend = backends.activate(config.loop.device, config.loop.kernels)
     config = replace(config, loop=replace(config.loop, device=backend.name))
-    corpus = _corpus(config)
-    batches = text_batches(config, corpus)
-    described = corpus.describe()
+    where = Path(out) if out is not None else _free_name(config)
+    return start(config, open_corpus_of(config), backend, where, {}, overwrite, listener or Quiet(), lambda run: None)
+
+
+def start(
+    config: TrainConfig,
+    corpus: Corpus,
+    backend: backends.Backend,
+    out: Path,
+    origin: dict[str, Any],
+    overwrite: bool,
+    listener: Listener,
+    begin: Callable[[Run], None],
+) -> Run:
+    """Make the run of a resolved config in `out`, let `begin` put there what it starts from, and train it.
+
+    `origin` is added to the manifest. Raises as `train` does.
+    """
     from mlxdet.training.audit import audit_for_start  # imports MLX
 
+    batches = text_batches(config, corpus)
+    described = corpus.describe()
     manifest = {
         "format": 1,
         "config": config.as_dict(),
@@ -91,10 +108,12 @@ def train(
         "audit": audit_for_start(config, corpus.vocab_size, backend),
         "environment": backend.fingerprint(),
         "code": provenance.code_identity(),
+        **origin,
     }
-    run = create(Path(out) if out is not None else _free_name(config), manifest, overwrite)
+    run = create(out, manifest, overwrite)
     try:
-        return _Trainer(run, config, corpus, batches, backend, listener or Quiet()).train(None)
+        begin(run)
+        return _Trainer(run, config, corpus, batches, backend, listener).train(None)
     finally:
         run.release()
 
@@ -118,7 +137,7 @@ def resume(
         diff = "".join(f"\n  {configs.flag(n)}: the run has {a!r}, asked for {b!r}" for n, a, b in decisive)
         raise UsageError(f"{run.path}: a resume cannot change what decides the bits of the run:{diff}")
     backend = backends.activate(config.loop.device, config.loop.kernels)
-    corpus = _corpus(config)
+    corpus = open_corpus_of(config)
     described = corpus.describe()
     if described["digest"] != run.manifest["corpus"]["digest"]:
         raise UsageError(f"{run.path}: the text is not the one this run was trained on:{_corpus_diff(run, described)}")
@@ -141,7 +160,8 @@ def resume(
         run.release()
 
 
-def _corpus(config: TrainConfig) -> Corpus:
+def open_corpus_of(config: TrainConfig) -> Corpus:
+    """Return the corpus of a resolved config. Raises UsageError if it cannot be read."""
     cache = Path(config.data.cache_dir) if config.data.cache_dir else None
     return open_corpus(config.data.data, config.data.tokenizer, cache, config.data.unk_limit)
 
@@ -163,7 +183,7 @@ def text_batches(config: TrainConfig, corpus: Corpus) -> TextBatches:
 
 def open_data(run: Run) -> tuple[Corpus, TextBatches]:
     """Return the corpus and batches of a run, the corpus checked against the manifest. Does not import MLX."""
-    corpus = _corpus(run.config)
+    corpus = open_corpus_of(run.config)
     if corpus.describe()["digest"] != run.manifest["corpus"]["digest"]:
         raise UsageError(
             f"{run.path}: the text is not the one this run was trained on:{_corpus_diff(run, corpus.describe())}"
@@ -249,6 +269,8 @@ class _Trainer:
         self.step_fn = TrainStep(config, corpus.vocab_size, backend)
         self.evaluator = Evaluator(config, backend)
         checkpoint.sweep(run.checkpoints)
+        if run.first and not run.steps():
+            raise UsageError(f"{run.path}: the fork was interrupted before it began; remove it and fork again")
         self._state_of = State.of
         self._initial = lambda: initial_state(config, corpus.vocab_size)
         self.state = State.of(run.load()) if run.steps() else self._initial()
@@ -288,7 +310,8 @@ class _Trainer:
         """Run to the last step. `resumed`: None for a new run, else the accepted differences of environment."""
         with Logs(self.run) as self.logs, _signals() as asked:
             if resumed is None:
-                self.logs.event("start", step=0)
+                origin = self.run.manifest.get("forked")
+                self.logs.event("start", step=self.state.step, **({"forked": origin} if origin else {}))
             else:
                 self.logs.event("resume", step=self.state.step, exact=not resumed, environment=resumed)
                 if resumed:
@@ -379,7 +402,7 @@ class _Trainer:
                 "loss_hex": loss.hex(),
                 "grad_norm": norm,
                 "lr": learning_rate(self.config.optim, batch.step, self.state.past.detours),
-                "tokens": batch.step * self.tokens_per_step,
+                "tokens": self.run.first_tokens + (batch.step - self.run.first) * self.tokens_per_step,
                 "batch": batch.digest,
                 "rows": batch.rows.tolist(),
             }
@@ -454,7 +477,7 @@ class _Trainer:
     def _roll_back(self, spike: Spike) -> None:
         """Take the run back to before a spike; from there it reads other data, with smaller steps at first."""
         o, past = self.config.optim, self.state.past
-        to = target(spike.step, past.detours, o.rollback_steps)
+        to = max(target(spike.step, past.detours, o.rollback_steps), self.run.first)
         number = len(past.detours) + 1
         self.logs.event("rollback", step=spike.step, to=to, detour=number, reason=spike.reason,
                         factor=o.rollback_factor, ramp=o.rollback_ramp)  # fmt: skip
@@ -501,10 +524,10 @@ class _Trainer:
         self.logs.event("save", step=self.state.step, removed=removed)
         self.listener.saved(self.state.step, path)
 
-    def _anchors(self) -> range:
+    def _anchors(self) -> set[int]:
         """Return the steps whose checkpoints a rollback may still ask for."""
         back = self.config.optim.rollback_steps
         if self.policy != "rollback":
-            return range(0)
+            return set()
         oldest = target(self.state.step + 1, self.state.past.detours, back)
-        return range(oldest, self.state.step + 1, back)
+        return {self.run.first, *range(oldest, self.state.step + 1, back)}

@@ -145,6 +145,16 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     @property
+    def first(self) -> int:
+        """The step this run goes on from: 0, or that of the checkpoint it was forked from."""
+        return self.manifest.get("forked", {}).get("step", 0)
+
+    @property
+    def first_tokens(self) -> int:
+        """The tokens trained up to there."""
+        return self.manifest.get("forked", {}).get("tokens", 0)
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

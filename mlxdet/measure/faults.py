@@ -105,6 +105,32 @@ def forgotten_moments() -> None:
     checkpoint.load = load
 
 
+def flip_bit(step: int, bit: int) -> None:
+    """In step `step` a bit of the embedding's gradient is flipped, as by a bad memory, in the value it makes largest.
+
+    Not in FAULTS: it needs MLX to be pinned already, and it is `mlxdet investigate` that finds it, not smoke.
+    """
+    import mlx.core as mx
+    import numpy as np
+
+    from mlxdet.model.gpt import TOKENS
+    from mlxdet.training.step import TrainStep
+
+    whole = TrainStep.begin
+
+    def begin(self: Any, state: Any, batch: Any) -> Any:
+        loss, grads = whole(self, state, batch)
+        if batch.step == step:
+            values = np.array(grads[TOKENS], order="C")  # a copy in row order, so that its flat view is itself
+            bits = values.reshape(-1).view(np.uint32)
+            worst = int(np.nan_to_num(np.abs((bits ^ np.uint32(1 << bit)).view(np.float32)), nan=np.inf).argmax())
+            bits[worst] ^= np.uint32(1 << bit)
+            grads = {**grads, TOKENS: mx.array(values)}
+        return loss, grads
+
+    TrainStep.begin = begin  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     f.__name__.replace("_", "-"): f
     for f in (race, unseeded_batches, one_seed, hash_order, evaluation_draws, eager_workers, forgotten_moments)

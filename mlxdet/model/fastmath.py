@@ -114,11 +114,15 @@ def _exp_shifted(x: mx.array) -> tuple[mx.array, mx.array]:
     return _with_slope(x, e, e), top
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-    """Causal attention of q, k, v (B, H, T, D) with queries aligned to the last keys; softmax in float32."""
+def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, allowed: mx.array | None = None) -> mx.array:
+    """Causal attention of q, k, v (B, H, T, D) with queries aligned to the last keys; softmax in float32.
+
+    `allowed`, bool (B, 1, T, T): the pairs of query and key that count, instead of the causal ones; each query has one.
+    """
     queries, keys = q.shape[-2], k.shape[-2]
     scores = ((q * scale) @ k.swapaxes(-1, -2)).astype(mx.float32)
-    allowed = mx.arange(keys - queries, keys)[:, None] >= mx.arange(keys)[None, :]
+    if allowed is None:
+        allowed = mx.arange(keys - queries, keys)[:, None] >= mx.arange(keys)[None, :]
     # A sum, not a choice: the exponential of a masked score is an exact 0, and so is its gradient.
     e, _ = _exp_shifted(scores + mx.where(allowed, 0.0, _MASKED))
     # Divided after the product with v, which is smaller than the scores.

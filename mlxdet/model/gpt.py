@@ -3,6 +3,9 @@
 Learned positions, LayerNorm with bias (eps 1e-5), exact GELU, fused QKV, tied head. Attention and LayerNorm come from
 the backend (`Ops`): MLX's fused kernels where they cannot race, plain operations where they can. The embedding lookup
 stays outside `logits`, so that its gradient can be computed without a scatter (model/embedding.py).
+
+Packed rows (several in one window) attend within themselves only, and their positions start at 0 each. Their rows of
+the position table are gathered, not sliced, and so are looked up where the tokens' are, by `embed`.
 """
 
 import math
@@ -27,7 +30,8 @@ class Ops:
     """The operations that differ by device (mlxdet.model.ops chooses them)."""
 
     layer_norm: Callable[..., mx.array]  # (x, weight, bias, eps)
-    attention: Callable[..., mx.array]  # (q, k, v, scale), each (B, H, T, D), causal
+    # (q, k, v, scale, allowed), the first three (B, H, T, D), causal; allowed: None, or bool (B, 1, T, T), see `blocks`
+    attention: Callable[..., mx.array]
     gelu: Callable[[mx.array], mx.array]
     cross_entropy: Callable[[mx.array, mx.array], mx.array]  # (logits (..., V) float32, targets (...)) -> (...)
 
@@ -77,30 +81,64 @@ def past_length(past: Past) -> int:
 
 
 def _drop(x: mx.array, rate: float, key: mx.array | None) -> mx.array:
-    if key is None:
+    if key is None or rate == 0.0:
         return x
     return mx.where(mx.random.bernoulli(1.0 - rate, x.shape, key), x * (1.0 / (1.0 - rate)), 0.0)
 
 
-def hidden(w: Weights, e: mx.array, config: ModelConfig, ops: Ops, drop_key: mx.array | None = None) -> mx.array:
+def blocks(segments: mx.array) -> mx.array:
+    """Return which keys each query may look at, bool (B, 1, T, T): those before it and itself, of its own segment.
+
+    segments: integers (B, T), the packed row that each token belongs to.
+    """
+    t = mx.arange(segments.shape[-1])
+    return ((t[:, None] >= t[None, :]) & (segments[:, :, None] == segments[:, None, :]))[:, None]
+
+
+def hidden(
+    w: Weights,
+    e: mx.array,
+    config: ModelConfig,
+    ops: Ops,
+    drop_key: mx.array | None = None,
+    *,
+    segments: mx.array | None = None,
+    lora_dropout: float = 0.0,
+) -> mx.array:
     """Return the final hidden states (B, T, D) of token embeddings e (B, T, D), T <= context, in e's dtype.
 
-    `drop_key` turns dropout on: one key of MLX's generator, split once for all the places that drop.
+    `drop_key` turns dropout on: one key of MLX's generator, split once for all the places that drop. `segments`,
+    integers (B, T): the packed row that each token belongs to; e is then `embed` with positions.
     """
-    return hidden_from(w, e, config, ops, [], drop_key)[0]
+    return hidden_from(w, e, config, ops, [], drop_key, segments=segments, lora_dropout=lora_dropout)[0]
 
 
 def hidden_from(
-    w: Weights, e: mx.array, config: ModelConfig, ops: Ops, past: Past, drop_key: mx.array | None = None
+    w: Weights,
+    e: mx.array,
+    config: ModelConfig,
+    ops: Ops,
+    past: Past,
+    drop_key: mx.array | None = None,
+    watch: list[mx.array] | None = None,
+    *,
+    segments: mx.array | None = None,
+    lora_dropout: float = 0.0,
 ) -> tuple[mx.array, Past]:
     """As `hidden`, for tokens that follow those whose keys and values are `past` (empty: none).
 
-    Returns the hidden states and the keys and values of all tokens so far.
+    Returns the hidden states and the keys and values of all tokens so far. `watch` is given the residual stream, each
+    (B, T, D): as it enters the first block, then as it leaves each block. Where `w` holds adapters (model/lora.py), the
+    linear maps of their names use them; their inputs are dropped at the rate `lora_dropout`.
     """
-    assert config.layers and config.heads and config.width
+    assert config.layers and config.heads and config.width and not (past and segments is not None)
     batch, length, width = e.shape
     head, places, start = width // config.heads, 2 * config.layers + 1, past_length(past)
-    keys = [None] * places if drop_key is None else list(mx.random.split(drop_key, places))
+    adapted = sorted(name for name in w if name.endswith(".lora.up")) if lora_dropout else []
+    keys: list[mx.array | None] = [None] * (places + len(adapted))
+    if drop_key is not None:
+        keys = list(mx.random.split(drop_key, len(keys)))
+    lora_keys = dict(zip(adapted, keys[places:], strict=True))
     now: Past = []
 
     def cast(name: str) -> mx.array:
@@ -110,9 +148,16 @@ def hidden_from(
         return ops.layer_norm(x, cast(name + ".weight"), cast(name + ".bias"), EPS)
 
     def linear(x: mx.array, name: str) -> mx.array:
-        return x @ cast(name + ".weight").T + cast(name + ".bias")
+        y = x @ cast(name + ".weight").T + cast(name + ".bias")
+        if name + ".lora.up" in w:
+            low = _drop(x, lora_dropout, lora_keys.get(name + ".lora.up")) @ cast(name + ".lora.down").T
+            y = y + low @ cast(name + ".lora.up").T
+        return y
 
-    x = _drop(e + cast(POSITIONS)[start : start + length], config.dropout, keys[0])
+    allowed = None if segments is None else blocks(segments)
+    x = e + cast(POSITIONS)[start : start + length] if segments is None else e
+    x = _drop(x, config.dropout, keys[0])
+    seen = [x]
     for i in range(config.layers):
         block = f"blocks.{i}."
         qkv = linear(norm(x, block + "norm1"), block + "attention.qkv")
@@ -120,11 +165,15 @@ def hidden_from(
         if past:
             k, v = mx.concatenate([past[i][0], k], axis=2), mx.concatenate([past[i][1], v], axis=2)
         now.append((k, v))
-        a = ops.attention(q, k, v, head**-0.5).transpose(0, 2, 1, 3).reshape(batch, length, width)
+        a = ops.attention(q, k, v, head**-0.5, allowed).transpose(0, 2, 1, 3).reshape(batch, length, width)
         x = x + _drop(linear(a, block + "attention.out"), config.dropout, keys[2 * i + 1])
         up = ops.gelu(linear(norm(x, block + "norm2"), block + "mlp.up"))
         x = x + _drop(linear(up, block + "mlp.down"), config.dropout, keys[2 * i + 2])
-    return norm(x, "norm"), now
+        seen.append(x)
+    out = norm(x, "norm")
+    if watch is not None:
+        watch += [*seen, out]
+    return out, now
 
 
 def logits(w: Weights, h: mx.array) -> mx.array:
@@ -132,6 +181,10 @@ def logits(w: Weights, h: mx.array) -> mx.array:
     return (h @ w[TOKENS].astype(h.dtype).T).astype(mx.float32)
 
 
-def embed(w: Weights, ids: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Return the token embeddings (..., D) of ids (...), in `dtype`. MLX does not check ids: the data layer does."""
-    return w[TOKENS][ids].astype(dtype)
+def embed(w: Weights, ids: mx.array, dtype: mx.Dtype, positions: mx.array | None = None) -> mx.array:
+    """Return the token embeddings (..., D) of ids (...), in `dtype`, with the rows of `positions` (...) if given added.
+
+    MLX checks neither ids nor positions: the data layer does.
+    """
+    e = w[TOKENS][ids].astype(dtype)
+    return e if positions is None else e + w[POSITIONS].astype(dtype)[positions]

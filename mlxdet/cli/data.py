@@ -22,7 +22,7 @@ def batches(run: str, step: int, row: int | None, as_json: bool) -> None:
       mlxdet batches runs/book --step 4218
     """
     from mlxdet.errors import UsageError
-    from mlxdet.training.loop import open_data
+    from mlxdet.training.corpora import open_data
     from mlxdet.training.run import Run
 
     opened = Run(run)

@@ -61,35 +61,35 @@ def hash_order() -> None:
 
 def evaluation_draws() -> None:
     """Each validation shifts the batches that follow, as a shared generator does."""
-    from mlxdet.training import loop
+    from mlxdet.training import corpora, trainer
 
-    class Shifted(loop.TextBatches):
+    class Shifted(corpora.TextBatches):
         shift = 0
 
         def batch(self, step: int, detour: int = 0) -> Any:
             return replace(super().batch(step + Shifted.shift, detour), step=step)
 
-    whole = loop._Trainer._validate
+    whole = trainer.Trainer._validate
 
     def validate(self: Any) -> None:
         Shifted.shift += 1
         whole(self)
 
-    loop.TextBatches, loop._Trainer._validate = Shifted, validate  # type: ignore[misc,method-assign]
+    corpora.TextBatches, trainer.Trainer._validate = Shifted, validate  # type: ignore[misc,method-assign]
 
 
 def eager_workers() -> None:
     """With more than one batch ahead, batches come in pairs the wrong way round."""
-    from mlxdet.training import loop
+    from mlxdet.training import trainer
 
-    class Swapped(loop.Prefetcher[Any]):
+    class Swapped(trainer.Prefetcher[Any]):
         def __init__(self, produce: Callable[[int], Any], start: int, stop: int, depth: int):
             def swapped(step: int) -> Any:
                 return replace(produce(step + 1 if step % 2 else step - 1), step=step)
 
             super().__init__(swapped if depth > 1 else produce, start, stop, depth)
 
-    loop.Prefetcher = Swapped  # type: ignore[misc,assignment]
+    trainer.Prefetcher = Swapped  # type: ignore[misc,assignment]
 
 
 def forgotten_moments() -> None:

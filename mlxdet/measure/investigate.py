@@ -22,7 +22,7 @@ from mlxdet.measure.replay import Again, Replayer
 from mlxdet.measure.substrate import Substrate, on_substrate
 from mlxdet.measure.verdict import REPEATS, Investigation, against, conclude, unlike
 from mlxdet.seeds import stream
-from mlxdet.training.loop import text_batches
+from mlxdet.training.corpora import text_batches
 from mlxdet.training.run import Run
 from mlxdet.training.spikes import MINIMUM, Detector, Limits
 

@@ -18,7 +18,7 @@ def repeat_step(run: Run, n: int = 20) -> dict[str, Any]:
     differed, out of "loss", "grad_norm", "gradient.<weight>", "weight.<weight>", "m.<weight>", "v.<weight>"}.
     """
     from mlxdet import backends
-    from mlxdet.training.loop import open_data
+    from mlxdet.training.corpora import open_data
 
     corpus, batches = open_data(run)
     backend = backends.activate(run.config.loop.device, run.config.loop.kernels)

@@ -15,8 +15,8 @@ from mlxdet.errors import UsageError
 from mlxdet.measure.history import history, spelled
 from mlxdet.measure.substrate import Substrate, on_substrate
 from mlxdet.training import provenance
+from mlxdet.training.corpora import open_data
 from mlxdet.training.detours import detour_at
-from mlxdet.training.loop import open_data
 from mlxdet.training.run import Run
 from mlxdet.training.schedule import learning_rate
 from mlxdet.training.spikes import Detector

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from mlxdet.config import TrainConfig
 from mlxdet.report.summary import sparkline
-from mlxdet.training.loop import Listener
 from mlxdet.training.run import METRICS, Run
 from mlxdet.training.spikes import Spike
+from mlxdet.training.trainer import Listener
 
 
 def listener(config: TrainConfig, as_json: bool) -> Listener:

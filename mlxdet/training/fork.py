@@ -12,8 +12,10 @@ from mlxdet import backends
 from mlxdet import config as configs
 from mlxdet.errors import UsageError
 from mlxdet.training import checkpoint
-from mlxdet.training.loop import Listener, Quiet, open_corpus_of, start
+from mlxdet.training.corpora import open_corpus_of
+from mlxdet.training.loop import start
 from mlxdet.training.run import METRICS, VALIDATION, Run, line
+from mlxdet.training.trainer import Listener, Quiet
 
 SHAPE = ("preset", "depth", "layers", "width", "heads", "context", "mlp")
 

@@ -1,62 +1,22 @@
-"""Training a run: make it or take it up again, then step, log, validate, save, until done or told to stop.
+"""Train a new run, or take one up again. All is checked before the first step, and before anything is written."""
 
-The host stays off the critical path: the graph of step s+1 is built and its batch is at hand while step s runs; then
-the result of step s is read and logged, and s+1 starts at once. A step with a non-finite loss or gradient has
-withheld its own update on the device (`Outcome.applied`), and nothing is saved after it.
-"""
-
-import math
-import resource
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mlxdet import backends
 from mlxdet import config as configs
 from mlxdet.config import TrainConfig
-from mlxdet.data.batches import Batch, Prefetcher, TextBatches
-from mlxdet.data.text import Corpus, open_corpus
-from mlxdet.errors import Fault, UsageError
-from mlxdet.seeds import Splitmix64, seed_everything, stream
-from mlxdet.training import checkpoint, provenance
-from mlxdet.training.detours import MOST, Detour, Past, detour_at, target
-from mlxdet.training.run import METRICS, Logs, Run, create, recipe, timeline
-from mlxdet.training.schedule import learning_rate
-from mlxdet.training.spikes import Detector, Spike
-
-
-class Listener(Protocol):
-    """What a training tells whoever watches. Nothing it does reaches a bit of the result."""
-
-    def started(self, run: Run, step: int) -> None: ...
-    def stepped(self, record: dict[str, Any], timing: dict[str, Any]) -> None: ...
-    def validated(self, step: int, loss: float) -> None: ...
-    def sampled(self, step: int, text: str) -> None: ...
-    def saved(self, step: int, path: Path) -> None: ...
-    def spiked(self, spike: Spike, action: str) -> None: ...
-    def stopped(self, run: Run, step: int, reason: str) -> None: ...
-    def close(self) -> None: ...  # always last, after an error too
-
-
-class Quiet:
-    """A listener that does nothing."""
-
-    def started(self, run: Run, step: int) -> None: ...
-    def stepped(self, record: dict[str, Any], timing: dict[str, Any]) -> None: ...
-    def validated(self, step: int, loss: float) -> None: ...
-    def sampled(self, step: int, text: str) -> None: ...
-    def saved(self, step: int, path: Path) -> None: ...
-    def spiked(self, spike: Spike, action: str) -> None: ...
-    def stopped(self, run: Run, step: int, reason: str) -> None: ...
-    def close(self) -> None: ...
+from mlxdet.data.text import Corpus
+from mlxdet.errors import UsageError
+from mlxdet.training import provenance
+from mlxdet.training.corpora import corpus_diff, open_corpus_of, text_batches
+from mlxdet.training.run import Run, create, recipe
+from mlxdet.training.trainer import Listener, Quiet, Trainer
 
 
 def train(
@@ -113,7 +73,7 @@ def start(
     run = create(out, manifest, overwrite)
     try:
         begin(run)
-        return _Trainer(run, config, corpus, batches, backend, listener).train(None)
+        return Trainer(run, config, corpus, batches, backend, listener).train(None)
     finally:
         run.release()
 
@@ -140,7 +100,7 @@ def resume(
     corpus = open_corpus_of(config)
     described = corpus.describe()
     if described["digest"] != run.manifest["corpus"]["digest"]:
-        raise UsageError(f"{run.path}: the text is not the one this run was trained on:{_corpus_diff(run, described)}")
+        raise UsageError(f"{run.path}: the text is not the one this run was trained on:{corpus_diff(run, described)}")
     differ = provenance.environment_differences(run.manifest["environment"], backend.fingerprint())
     if differ and not inexact:
         diff = "".join(f"\n  {n}: the run has {a!r}, here it is {b!r}" for n, a, b in differ)
@@ -155,45 +115,9 @@ def resume(
     batches = text_batches(config, corpus)
     run.acquire()
     try:
-        return _Trainer(run, config, corpus, batches, backend, listener or Quiet()).train([list(d) for d in differ])
+        return Trainer(run, config, corpus, batches, backend, listener or Quiet()).train([list(d) for d in differ])
     finally:
         run.release()
-
-
-def open_corpus_of(config: TrainConfig) -> Corpus:
-    """Return the corpus of a resolved config. Raises UsageError if it cannot be read."""
-    cache = Path(config.data.cache_dir) if config.data.cache_dir else None
-    return open_corpus(config.data.data, config.data.tokenizer, cache, config.data.unk_limit)
-
-
-def text_batches(config: TrainConfig, corpus: Corpus) -> TextBatches:
-    """Return the batches of a resolved config over its corpus."""
-    assert config.model.context and config.seeds.data_seed is not None
-    return TextBatches(
-        corpus,
-        context=config.model.context,
-        batch=config.optim.batch,
-        accumulation=config.optim.accumulation,
-        order=config.data.order,
-        data_seed=config.seeds.data_seed,
-        val_fraction=config.data.val_fraction,
-        val_windows=config.loop.val_windows,
-    )
-
-
-def open_data(run: Run) -> tuple[Corpus, TextBatches]:
-    """Return the corpus and batches of a run, the corpus checked against the manifest. Does not import MLX."""
-    corpus = open_corpus_of(run.config)
-    if corpus.describe()["digest"] != run.manifest["corpus"]["digest"]:
-        raise UsageError(
-            f"{run.path}: the text is not the one this run was trained on:{_corpus_diff(run, corpus.describe())}"
-        )
-    return corpus, text_batches(run.config, corpus)
-
-
-def _corpus_diff(run: Run, now: dict[str, Any]) -> str:
-    a, b = provenance.flat(run.manifest["corpus"]), provenance.flat(now)
-    return "".join(f"\n  {k}: the run has {a.get(k)!r}, here it is {b.get(k)!r}" for k in a | b if a.get(k) != b.get(k))
 
 
 def _parameters(config: TrainConfig, vocab: int) -> int:
@@ -207,327 +131,3 @@ def _free_name(config: TrainConfig) -> Path:
     while Path(name := base if n == 1 else f"{base}-{n}").exists():
         n += 1
     return Path(name)
-
-
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT or SIGTERM sets. A second signal ends the process as usual."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    names = (signal.SIGINT, signal.SIGTERM)
-    old = {name: signal.getsignal(name) for name in names}
-
-    def handle(number: int, frame: Any) -> None:
-        asked.set()
-        for name in names:
-            signal.signal(name, old[name])
-
-    for name in names:
-        signal.signal(name, handle)
-    try:
-        yield asked
-    finally:
-        for name in names:
-            signal.signal(name, old[name])
-
-
-def resident_bytes() -> int:
-    """Return the memory this process holds now, in bytes; on systems without /proc the most it has held."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts it in bytes
-
-
-class _Rollback(Exception):
-    """A spike sends the run back."""
-
-    def __init__(self, spike: Spike):
-        super().__init__(spike)
-        self.spike = spike
-
-
-class _Trainer:
-    """One training of one run: what the steps share. MLX is imported here, after the backend was pinned."""
-
-    def __init__(
-        self, run: Run, config: TrainConfig, corpus: Corpus, batches: TextBatches, backend: Any, listener: Listener
-    ):
-        import mlx.core as mx
-
-        from mlxdet.training.evaluate import Evaluator
-        from mlxdet.training.step import State, TrainStep, initial_state
-
-        self.mx = mx
-        self.run, self.config, self.corpus, self.batches, self.listener = run, config, corpus, batches, listener
-        seed_everything(config.seeds.seed)
-        if config.loop.cache_limit is not None:
-            mx.set_cache_limit(int(config.loop.cache_limit * 1e9))
-        self.step_fn = TrainStep(config, corpus.vocab_size, backend)
-        self.evaluator = Evaluator(config, backend)
-        checkpoint.sweep(run.checkpoints)
-        if run.first and not run.steps():
-            raise UsageError(f"{run.path}: the fork was interrupted before it began; remove it and fork again")
-        self._state_of = State.of
-        self._initial = lambda: initial_state(config, corpus.vocab_size)
-        self.state = State.of(run.load()) if run.steps() else self._initial()
-        self._check_shapes()
-        self.policy = config.optim.on_spike
-        self.detector = self._detector()
-        self.windows = batches.validation(config.optim.batch) if batches.val_tokens else []
-        self.tokens_per_step = int(np.prod(batches.shape[:2])) * config.model.context  # type: ignore[operator]
-
-    def _check_shapes(self) -> None:
-        from mlxdet.model.gpt import shapes
-
-        want = shapes(self.config.model, self.corpus.vocab_size)
-        have = {k: tuple(w.shape) for k, w in self.state.weights.items()}
-        if want != have:
-            odd = [f"{k}: {have.get(k, 'missing')} instead of {want.get(k, 'nothing')}" for k in sorted(want | have)
-                   if want.get(k) != have.get(k)]  # fmt: skip
-            raise UsageError(f"{self.run.path}: the checkpoint does not fit the model: {'; '.join(odd[:5])}")
-
-    def _detector(self) -> Detector | None:
-        """Return the detector that has seen the steps up to the state, or None if there is no detection."""
-        o, state = self.config.optim, self.state
-        if not o.spike_detect:
-            return None
-        branch = len(state.past.detours)
-        lines = (r for r in self.run.records(branches=True) if r.get("detour", 0) <= branch)
-        seen = [r for r in timeline(lines) if r["step"] <= state.step]
-        decides = self.policy in ("skip", "rollback")
-        if decides and (len(seen) != state.step or (seen and seen[-1]["step"] != state.step)):
-            raise UsageError(
-                f"{self.run.path / METRICS}: does not hold every step up to {state.step}, and --on-spike {self.policy} "
-                f"judges by them"
-            )
-        return Detector.after(seen, o.spike_window, o.spike_factor)
-
-    def train(self, resumed: list[list[Any]] | None) -> Run:
-        """Run to the last step. `resumed`: None for a new run, else the accepted differences of environment."""
-        with Logs(self.run) as self.logs, _signals() as asked:
-            if resumed is None:
-                origin = self.run.manifest.get("forked")
-                self.logs.event("start", step=self.state.step, **({"forked": origin} if origin else {}))
-            else:
-                self.logs.event("resume", step=self.state.step, exact=not resumed, environment=resumed)
-                if resumed:
-                    self.logs.metrics.forget_after(self.state.step, len(self.state.past.detours))
-                    self.logs.validation.forget_after(self.state.step, len(self.state.past.detours))
-            try:
-                self.listener.started(self.run, self.state.step)
-                while self.state.step < self.config.optim.steps:
-                    try:
-                        self._steps(asked)
-                        break
-                    except _Rollback as rollback:
-                        self._roll_back(rollback.spike)
-                done = self.state.step == self.config.optim.steps
-                self.run.stopped = "done" if done else "interrupted"
-                self.logs.event("stop", step=self.state.step, reason=self.run.stopped)
-                self.listener.stopped(self.run, self.state.step, self.run.stopped)
-            finally:
-                self.listener.close()
-        return self.run
-
-    def _steps(self, asked: threading.Event) -> None:
-        loop, last, start = self.config.loop, self.config.optim.steps, self.state.step
-        if start == 0 and not self.state.past.detours:
-            self._validate()
-        detours = self.state.past.detours
-        back = self.config.optim.rollback_steps if self.policy == "rollback" else 0
-
-        def batch_of(step: int) -> Batch:
-            return self.batches.batch(step, detour_at(detours, step))
-
-        self._mark = time.perf_counter()
-        pending: tuple[Batch, Any] | None = None
-        with Prefetcher(batch_of, start + 1, last + 1, loop.prefetch) as prefetched:
-            for batch in prefetched:
-                total = self.step_fn.begin(self.state, batch)
-                if self.policy == "warn":
-                    # Nothing hangs on the step before: its result is read while this one is being built.
-                    self.state, outcome = self.step_fn.finish(self.state, batch, total)
-                if pending:
-                    self._record(*pending)
-                if self.policy != "warn":
-                    assert self.detector is not None
-                    limits = self.detector.limits().thresholds()
-                    self.state, outcome = self.step_fn.finish(self.state, batch, total, limits)
-                self.mx.async_eval(*self.state.arrays(), outcome.loss, outcome.grad_norm, outcome.applied)
-                pending = (batch, outcome)
-                step, stop = batch.step, asked.is_set()
-                validate = loop.val_every > 0 and (step % loop.val_every == 0 or step == last)
-                sample = loop.sample_every > 0 and step % loop.sample_every == 0
-                save = stop or step == last or (loop.save_every > 0 and step % loop.save_every == 0)
-                save = save or (back > 0 and step % back == 0)
-                if validate or sample or save:
-                    self._record(*pending)
-                    pending = None
-                    if validate:
-                        self._validate()
-                    if sample:
-                        self._sample()
-                    if save:
-                        self._save()
-                    self._mark = time.perf_counter()
-                if stop:
-                    break
-
-    def _record(self, batch: Batch, outcome: Any) -> None:
-        """Wait for a step, log it, and do what a spike asks for.
-
-        Raises Fault on a non-finite loss or gradient and where the policy is to stop, _Rollback where it is to go back.
-        """
-        applied = bool(outcome.applied.item())
-        loss, norm = outcome.loss.item(), outcome.grad_norm.item()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        limits = self.detector.limits() if self.detector else None
-        spike = self.detector.see(batch.step, loss, norm) if self.detector else None
-        withheld = not finite or (self.policy != "warn" and spike is not None)
-        if applied == withheld:
-            raise Fault(
-                f"step {batch.step}: loss {loss}, gradient norm {norm}: the device says the update was "
-                f"{'made' if applied else 'withheld'}, the host would have it otherwise (limits {limits}): do not "
-                f"trust this machine"
-            )
-        detour = len(self.state.past.detours)
-        if finite:
-            record = {
-                "step": batch.step,
-                "loss": loss,
-                "loss_hex": loss.hex(),
-                "grad_norm": norm,
-                "lr": learning_rate(self.config.optim, batch.step, self.state.past.detours),
-                "tokens": self.run.first_tokens + (batch.step - self.run.first) * self.tokens_per_step,
-                "batch": batch.digest,
-                "rows": batch.rows.tolist(),
-            }
-            record |= {"skipped": True} if withheld and self.policy == "skip" else {}
-            record |= {"detour": detour} if detour else {}
-            self.logs.metrics.write(record)
-        if spike is not None or not finite:
-            self._spiked(batch, spike, loss, norm)
-        if not finite:
-            return
-        now = time.perf_counter()
-        seconds = now - self._mark
-        if self.config.loop.throttle:
-            time.sleep(seconds * self.config.loop.throttle / (1.0 - self.config.loop.throttle))
-            now = time.perf_counter()
-        self._mark = now
-        timing = {
-            "step": batch.step,
-            "seconds": round(seconds, 6),
-            "tokens_per_s": round(self.tokens_per_step / max(seconds, 1e-9), 1),
-            "active": self.mx.get_active_memory(),
-            "cache": self.mx.get_cache_memory(),
-            "peak": self.mx.get_peak_memory(),
-            "resident": resident_bytes(),
-        }
-        self.logs.timing.write(timing)
-        self.listener.stepped(record, timing)
-
-    def _spiked(self, batch: Batch, spike: Spike | None, loss: float, norm: float) -> None:
-        """Do what the policy says about a spike or a value that is not finite (`spike` is None without detection)."""
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        action = self.policy if finite or self.policy == "rollback" else "stop"
-        if spike is not None and (spike.onset or action != "warn"):
-            numbers = {
-                k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in asdict(spike).items()
-            }
-            self.logs.event("spike", **numbers, action=action, rows=batch.rows.tolist())
-            self.listener.spiked(spike, action)
-        if action == "skip":
-            past = self.state.past
-            self.state = replace(self.state, past=replace(past, skipped=past.skipped + 1))
-        if action == "rollback" and spike is not None and len(self.state.past.detours) < MOST:
-            raise _Rollback(spike)
-        if action in ("stop", "rollback"):
-            self._stop_before(batch, spike, loss, norm)
-
-    def _stop_before(self, batch: Batch, spike: Spike | None, loss: float, norm: float) -> None:
-        """Save the state before the update of `batch`, which was withheld, and raise Fault."""
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.logs.event(
-                "non-finite", step=batch.step, loss=str(loss), grad_norm=str(norm), rows=batch.rows.tolist()
-            )
-            why = "not finite, so the update was not made"
-        else:
-            assert spike is not None
-            why = f"a spike ({spike.text()}), so it stopped before the update"
-        if self.policy != "warn" and batch.step > 1:
-            # The update was withheld and no later one is under way: the arrays are those of the step before.
-            self.state = replace(self.state, step=batch.step - 1)
-            self._save()
-        steps = self.run.steps()
-        kept = f"step {steps[-1]}" if steps else "none was saved yet"
-        detours = ", ".join(str(d.step) for d in self.state.past.detours)
-        again = f" It had rolled back at steps {detours}." if detours else ""
-        way = f" `mlxdet resume {self.run.path} --on-spike warn` goes on all the same." if self.policy == "stop" else ""
-        raise Fault(
-            f"step {batch.step}: loss {loss}, gradient norm {norm}: {why}; last good checkpoint: {kept}.{again}"
-            f"{way if spike and spike.reason != 'not finite' else ''} Rows of the batch: {batch.rows.tolist()} "
-            f"(`mlxdet batches {self.run.path} --step {batch.step}` shows them)"
-        )
-
-    def _roll_back(self, spike: Spike) -> None:
-        """Take the run back to before a spike; from there it reads other data, with smaller steps at first."""
-        o, past = self.config.optim, self.state.past
-        to = max(target(spike.step, past.detours, o.rollback_steps), self.run.first)
-        number = len(past.detours) + 1
-        self.logs.event("rollback", step=spike.step, to=to, detour=number, reason=spike.reason,
-                        factor=o.rollback_factor, ramp=o.rollback_ramp)  # fmt: skip
-        checkpoint.discard(self.run.checkpoints, to)
-        saved = self._state_of(self.run.load(to)) if to else self._initial()
-        # What was withheld before the detour stays withheld; what the branch went through is gone with it.
-        self.state = replace(saved, past=Past(saved.past.skipped, (*past.detours, Detour(spike.step, to))))
-        self.detector = self._detector()
-
-    def _validate(self) -> None:
-        if self.windows and self.config.loop.val_every:
-            loss = self.evaluator.loss(self.state.weights, self.windows)
-            record = {
-                "step": self.state.step,
-                "loss": loss,
-                "loss_hex": loss.hex(),
-                "windows": sum(map(len, self.windows)),
-            }
-            detour = len(self.state.past.detours)
-            record |= {"detour": detour} if detour else {}
-            self.logs.validation.write(record)
-            self.listener.validated(self.state.step, loss)
-
-    def _sample(self) -> None:
-        from mlxdet.model.generate import generate
-
-        rng = Splitmix64(stream(self.config.seeds.seed, "sample", self.state.step))
-        prompt = self.corpus.tokenizer.encode(self.config.loop.sample_prompt).tolist()
-        ids = generate(
-            self.state.weights, self.config.model, self.step_fn.ops, self.step_fn.dtype, prompt,
-            self.config.loop.sample_tokens, temperature=0.8, top_k=0, rng=rng,
-        )  # fmt: skip
-        text = self.corpus.decode(np.array([*prompt, *ids]))
-        self.logs.event("sample", step=self.state.step, text=text)
-        self.listener.sampled(self.state.step, text)
-
-    def _save(self) -> None:
-        if self.state.step in self.run.steps():
-            return
-        self.logs.metrics.sync()
-        self.logs.validation.sync()
-        path = checkpoint.save(self.run.checkpoints, self.state.snapshot(), self.run.recipe)
-        removed = checkpoint.rotate(self.run.checkpoints, self.config.loop.keep, self._anchors())
-        self.logs.event("save", step=self.state.step, removed=removed)
-        self.listener.saved(self.state.step, path)
-
-    def _anchors(self) -> set[int]:
-        """Return the steps whose checkpoints a rollback may still ask for."""
-        back = self.config.optim.rollback_steps
-        if self.policy != "rollback":
-            return set()
-        oldest = target(self.state.step + 1, self.state.past.detours, back)
-        return {self.run.first, *range(oldest, self.state.step + 1, back)}

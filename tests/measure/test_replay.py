@@ -17,8 +17,8 @@ from mlxdet.errors import Fault, UsageError
 from mlxdet.measure.replay import Replayer, replay
 from mlxdet.measure.substrate import Substrate, _in_own_process, on_substrate
 from mlxdet.training import checkpoint
-from mlxdet.training.loop import Quiet
 from mlxdet.training.run import Run
+from mlxdet.training.trainer import Quiet
 from tests.model.reference import GPT, names
 
 BASE = {"preset": "nano", "layers": 1, "width": 16, "mlp": 32, "context": 16, "batch": 2, "steps": 60, "seed": 7,

@@ -16,8 +16,8 @@ from mlxdet.data import open_corpus
 from mlxdet.errors import Fault, UsageError
 from mlxdet.formats import read_safetensors
 from mlxdet.seeds import Splitmix64, stream
+from mlxdet.training.corpora import text_batches
 from mlxdet.training.detours import Detour, detour_at, factor_at, target
-from mlxdet.training.loop import text_batches
 from mlxdet.training.run import Run
 from mlxdet.training.schedule import learning_rate
 
@@ -198,7 +198,7 @@ def test_rollback_does_not_depend_on_what_is_saved(trained, texts, tmp_path):
 KILLER = """
 import os, sys
 import mlxdet
-from mlxdet.training import checkpoint, loop, run
+from mlxdet.training import checkpoint, trainer, run
 where, left = sys.argv[1], int(sys.argv[2])
 def deadly(owner, name, before):
     whole = getattr(owner, name)
@@ -214,7 +214,7 @@ def deadly(owner, name, before):
     setattr(owner, name, wrapped)
 point, before = sys.argv[3].rsplit("-", 1)
 owner, name = {"write": (run.Log, "write"), "remove": (checkpoint, "_remove"), "load": (run.Run, "load"),
-               "roll": (loop._Trainer, "_roll_back"), "save": (checkpoint, "save"),
+               "roll": (trainer.Trainer, "_roll_back"), "save": (checkpoint, "save"),
                "rotate": (checkpoint, "rotate")}[point]
 deadly(owner, name, before == "before")
 mlxdet.resume(where)
@@ -289,9 +289,9 @@ def test_where_a_rollback_goes_and_what_it_changes():
 
 @pytest.mark.parametrize("policy", ["warn", "skip", "stop", "rollback"])
 def test_a_nan_stops_before_the_update_and_is_never_saved(texts, tmp_path, monkeypatch, policy):
-    from mlxdet.training import loop
+    from mlxdet.training import trainer
 
-    whole = loop._Trainer._record
+    whole = trainer.Trainer._record
 
     def planted(self, batch, outcome):
         whole(self, batch, outcome)
@@ -299,7 +299,7 @@ def test_a_nan_stops_before_the_update_and_is_never_saved(texts, tmp_path, monke
             name = "blocks.0.mlp.up.weight"
             self.state.weights[name] = self.state.weights[name] * self.mx.array(float("nan"))
 
-    monkeypatch.setattr(loop._Trainer, "_record", planted)
+    monkeypatch.setattr(trainer.Trainer, "_record", planted)
     with pytest.raises(Fault, match=r"step 3|step 4|not finite") as caught:
         mlxdet.train(config(texts[0], on_spike=policy, save_every=2, steps=12), tmp_path / "run")
     assert "Rows of the batch" in str(caught.value) or "is not finite, so it is not saved" in str(caught.value)

@@ -4,6 +4,7 @@ Exit codes: 0 holds or done, 1 measured and does not hold (or training stopped o
 unreadable input, 130 interrupted and saved. Errors are one or two lines on stderr; --debug adds the traceback.
 """
 
+import errno
 import io
 import os
 import sys
@@ -85,7 +86,8 @@ def run(args: list[str]) -> int:
     debug = "--debug" in args
     try:
         code = cli.main(args=args, prog_name="mlxdet", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who started us (>&-)
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -105,6 +107,8 @@ def run(args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return _complain(f"mlxdet: nothing more can be written: {error.strerror}", 2, debug)
         from mlxdet.formats import FormatError
 
         if isinstance(error, FormatError):
@@ -117,5 +121,6 @@ def run(args: list[str]) -> int:
 def _complain(message: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    click.echo(message, err=True)
+    # A name in it, of a file or from one, may hold what a terminal obeys.
+    click.echo("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message), err=True)
     return code

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from mlxdet.cli.options import common, print_json
+from mlxdet.cli.options import Finite, common, print_json
 
 HOLDS = {"identical": ("identical",), "same": ("identical", "same"), "different": ("different",)}
 
@@ -14,9 +14,9 @@ HOLDS = {"identical": ("identical",), "same": ("identical", "same"), "different"
 @click.argument("b", metavar="B")
 @click.option("--expect", type=click.Choice(list(HOLDS)),
               help="Exit 1 unless this is the verdict; identical is also the same.")  # fmt: skip
-@click.option("--same", default=1e-5, show_default=True, type=click.FLOAT, metavar="X",
+@click.option("--same", default=1e-5, show_default=True, type=Finite(0), metavar="X",
               help="Largest relFro of what counts as the same model.")  # fmt: skip
-@click.option("--different", default=0.1, show_default=True, type=click.FLOAT, metavar="X",
+@click.option("--different", default=0.1, show_default=True, type=Finite(0), metavar="X",
               help="Least relFro of what counts as different models.")  # fmt: skip
 @click.option("--per-tensor", is_flag=True, help="Judge by the worst tensor, not by all together.")
 @click.option("--group", metavar="REGEX",

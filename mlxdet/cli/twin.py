@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mlxdet.cli.options import SectionedCommand, common, config_options, given, print_json
+from mlxdet.cli.options import Finite, SectionedCommand, common, config_options, given, print_json
 
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,10 +15,10 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--keep", metavar="DIR", help="Keep all outputs in this new directory."),
         click.option("--show", is_flag=True, help="Show what the command prints, on stderr."),
-        click.option("--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+        click.option("--timeout", type=Finite(0, min_open=True), metavar="SECONDS",
                      help="End a run that takes longer."),
         click.option("--only", multiple=True, metavar="GLOB", help="Look only at these paths below {out}; repeatable."),
-        click.option("--tol", default=1e-5, show_default=True, type=click.FloatRange(0),
+        click.option("--tol", default=1e-5, show_default=True, type=Finite(0),
                      help="Largest relFro of two runs of the command."),
     ):  # fmt: skip
         command = option(command)
@@ -29,7 +29,7 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--reps", default=2, show_default=True, type=click.IntRange(2), metavar="N",
               help="Repetitions with nothing perturbed.")  # fmt: skip
 @click.option("--different", metavar="'COMMAND'", help="The command with another seed, in one string: it must differ.")
-@click.option("--min-different", default=0.1, show_default=True, type=click.FloatRange(0, min_open=True),
+@click.option("--min-different", default=0.1, show_default=True, type=Finite(0, min_open=True),
               help="Least relFro that --different must reach.")  # fmt: skip
 @click.option("--perturb", multiple=True, is_flag=False, flag_value="all", metavar="[KINDS]",
               help="Also run with what must not matter changed: hash, threads, schedule, locale (commas), all, or "
@@ -83,16 +83,20 @@ def _split(text: str | None) -> list[str] | None:
 
 
 class _terminable:
-    """SIGTERM does as Ctrl-C: the running command is ended and what it wrote is removed."""
+    """SIGTERM, and the end of the terminal, do as Ctrl-C: the command is ended and what it wrote is removed."""
 
     def __enter__(self) -> None:
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        self.before = signal.signal(signal.SIGTERM, interrupt)
+        self.before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+        for number, handler in self.before.items():
+            if handler != signal.SIG_IGN:  # of nohup
+                signal.signal(number, interrupt)
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 @click.command(cls=SectionedCommand)
@@ -129,7 +133,8 @@ def ladder(
     flags = ["--config", file] if file else []
     for name, value in settings.items():
         for one in value if isinstance(value, tuple) else (value,):
-            flags += [flag(name), str(one)]
+            switch = f"--{'' if one else 'no-'}{flag(name)[2:]}"
+            flags += [switch] if isinstance(one, bool) else [flag(name), str(one)]
     with _terminable():
         result = measure(
             parse_steps(steps), command=command or None, flags=flags, tol=tol, only=only, timeout=timeout, show=show,

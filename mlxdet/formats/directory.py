@@ -29,6 +29,9 @@ def read(path: Path) -> Checkpoint:
         )
         checkpoint = sharded.read(chosen, open_file)
         rest = [f"{source.path.name} is another index, and was not read" for source in indices if source is not chosen]
+        held = {shard for source in indices for shard in sharded.shards(source)}
+        beside = [s.path.name for s in sources if s not in indices and s.path.name not in held and identify(s)]
+        rest += [f"{name} is not in the index, and was not read" for name in beside]
         notes = (*checkpoint.notes, *rest)
         return Checkpoint(
             path, "sharded", checkpoint.tensors, checkpoint.metadata, notes, checkpoint.unread, checkpoint.tied

@@ -6,6 +6,7 @@ The shards lie beside the index, whatever its text says: a name that leads elsew
 index must be in its shard, and every tensor of a shard in the index.
 """
 
+import json
 from collections.abc import Callable
 
 from mlxdet.formats.checkpoint import Checkpoint, by_name
@@ -19,6 +20,14 @@ def looks_like(source: Source) -> bool:
     if source.size > MAX_HEADER or bytes(source.view[:64]).lstrip()[:1] != b"{":
         return False
     return source.find(b'"weight_map"', 0, source.size) >= 0
+
+
+def shards(source: Source) -> set[str]:
+    """Return the names of the shards that the index in `source` gives; none if it is damaged, which `read` tells."""
+    try:
+        return {shard for shard in json.loads(bytes(source.view))["weight_map"].values() if isinstance(shard, str)}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return set()
 
 
 def read(source: Source, open_file: Callable[[Source], Checkpoint]) -> Checkpoint:

@@ -66,7 +66,12 @@ class Cause:
 def causes(a: dict[str, Any], b: dict[str, Any]) -> list[Cause]:
     """Return what differs between two manifests, what decides bits first."""
     found = [*_config(a, b), *_corpus(a, b), *_code(a, b), *_environment(a, b)]
-    for name in sorted((a.keys() | b.keys()) - DERIVED - {"config", "corpus", "code", "environment"}):
+    # Forked off a run of the other's recipe: whatever was changed there stands in the config.
+    kin = any(
+        (x.get("forked") or {}).get("recipe") == y.get("recipe") and "forked" not in y for x, y in ((a, b), (b, a))
+    )
+    left = DERIVED | {"config", "corpus", "code", "environment"} | ({"forked"} if kin else set())
+    for name in sorted((a.keys() | b.keys()) - left):
         x, y = flat(a.get(name), name), flat(b.get(name), name)
         found += [Cause("manifest", k, p, q, True) for k, p, q in _differing(x, y)]
     return sorted(found, key=lambda cause: not cause.decides)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlxdet.formats import Checkpoint, open_checkpoint
+from mlxdet.formats import Checkpoint, FormatError, open_checkpoint
 from mlxdet.measure.compare import Comparison, TensorDifference, compare
 from mlxdet.measure.parting import First, bare
 from mlxdet.training import checkpoint
@@ -29,11 +29,20 @@ LABELS = {
 
 @dataclass(frozen=True)
 class CheckpointPair:
-    """The checkpoint of one step in both runs: weights and the optimizer's tensors, compared apart."""
+    """The checkpoint of one step in both runs: weights and the optimizer's tensors, compared apart.
+
+    `detour` counts the rollbacks before it, as the log does: the steps of a detour come after those it went back over.
+    """
 
     step: int
     weights: Comparison
     optimizer: Comparison
+    detour: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it lies in the order of the log."""
+        return self.detour, self.step
 
     @property
     def identical(self) -> bool:
@@ -62,23 +71,42 @@ class CheckpointPair:
                    "missing": c.missing, "extra": c.extra, "reshaped": [n for n, _, _ in c.reshaped]}
             for name, c in (("weights", self.weights), ("optimizer", self.optimizer))
         }  # fmt: skip
-        return {"step": self.step, "identical": self.identical, **parts, "moved": self.tensors()}
+        return {"step": self.step, "detour": self.detour, "identical": self.identical, **parts, "moved": self.tensors()}
 
 
-def pair(a: Path, b: Path, step: int) -> CheckpointPair:
-    """Compare the checkpoints of `step` of two runs. Raises FormatError if one of them is damaged."""
-    opened = [open_checkpoint(checkpoint.directory(path / "checkpoints", step)) for path in (a, b)]
+def spell(place: tuple[int, int]) -> str:
+    """Return a place in the order of the log as the log's keys are read."""
+    detour, step = place
+    return f"detour {detour}, step {step}" if detour else f"step {step}"
+
+
+def pair(a: Path, b: Path, step: int) -> CheckpointPair | None:
+    """Compare the checkpoints of `step` of two runs, None if they are not of the same branch or one is gone by now.
+
+    Raises FormatError if one of them is damaged.
+    """
+    places = [checkpoint.directory(path / "checkpoints", step) for path in (a, b)]
+    try:
+        opened = [open_checkpoint(place) for place in places]
+    except FormatError:
+        if all((place / checkpoint.STATE).exists() for place in places):
+            raise
+        return None  # a run that goes on has removed it (--keep)
+    detours = [len(c.metadata.get("detours", ())) for c in opened]  # type: ignore[arg-type]
+    if detours[0] != detours[1]:
+        return None
 
     def part(c: Checkpoint, optimizer: bool) -> Checkpoint:
         tensors = {n: t for n, t in c.tensors.items() if n.startswith(PREFIX) == optimizer}
         return replace(c, tensors=tensors, metadata={})
 
-    return CheckpointPair(step, *(compare(*(part(c, optimizer) for c in opened)) for optimizer in (False, True)))
+    weights, state = (compare(*(part(c, optimizer) for c in opened)) for optimizer in (False, True))
+    return CheckpointPair(step, weights, state, detours[0])
 
 
-def seen_before(pairs: Sequence[CheckpointPair], step: int) -> tuple[bool, str]:
+def seen_before(pairs: Sequence[CheckpointPair], step: int, detour: int = 0) -> tuple[bool, str]:
     """Return whether the state that `step` starts from is known to be the same, and what is known, in words."""
-    last = max((p.step for p in pairs if p.identical and p.step < step), default=None)
+    last = next((p.step for p in reversed(pairs) if p.identical and p.place < (detour, step)), None)
     if last == step - 1:
         return True, f"weights and moments before it (checkpoint {last}) are identical"
     if last is not None:
@@ -93,8 +121,8 @@ def seen_before(pairs: Sequence[CheckpointPair], step: int) -> tuple[bool, str]:
 def read_logged(first: First, pairs: Sequence[CheckpointPair]) -> First:
     """Return the first logged difference with what checkpoints add to it."""
     assert first.step is not None
-    certain, seen = seen_before(pairs, first.step)
-    here = next((p for p in pairs if p.step == first.step and not p.identical), None)
+    certain, seen = seen_before(pairs, first.step, first.detour)
+    here = next((p for p in pairs if p.place == first.place and not p.identical), None)
     first = replace(first, tensors=here.tensors() if here else [])
     if first.stage == "rows":
         return replace(first, reading="other windows were chosen")
@@ -113,7 +141,7 @@ def read_logged(first: First, pairs: Sequence[CheckpointPair]) -> First:
 
 def read_moved(moved: CheckpointPair, pairs: Sequence[CheckpointPair]) -> First:
     """Return the first difference where checkpoint `moved` differs and nothing logged up to its step does."""
-    last = max((p.step for p in pairs if p.step < moved.step), default=None)
+    last = next((p.step for p in reversed(pairs) if p.place < moved.place), None)
     tensors = moved.tensors()
     start = "weights still identical" if last is not None else "no earlier checkpoint is in both runs"
     text = f"{start}{f' at checkpoint {last}, differ' if last is not None else ', weights differ'} at {moved.step}"
@@ -131,7 +159,7 @@ def read_moved(moved: CheckpointPair, pairs: Sequence[CheckpointPair]) -> First:
     if tensors:
         text += f"; moved most: {worst(tensors)}"
     certain = last is not None and moved.step - last == 1
-    return First(f"step {moved.step}", moved.step, "weights", LABELS["weights"], text, certain, tensors=tensors)
+    return First(spell(moved.place), moved.step, "weights", LABELS["weights"], text, certain, {}, tensors, moved.detour)
 
 
 def worst(tensors: Sequence[dict[str, Any]]) -> str:

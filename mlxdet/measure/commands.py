@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxdet.errors import Fault, UsageError
-from mlxdet.formats import Checkpoint, open_checkpoint
+from mlxdet.formats import Checkpoint, open_checkpoint, sharded
 from mlxdet.formats import run as runs
 from mlxdet.formats.detect import identify
 from mlxdet.formats.source import Source, quote
@@ -24,7 +24,8 @@ from mlxdet.measure.values import INTEGERS
 
 OUT = "{out}"
 GRACE = 10.0  # seconds a process has after SIGTERM to save and go, before it is killed
-RECORDS = ("metrics.jsonl", "validation.jsonl")  # the files of a run of mlxdet that equal runs have equal
+# The files of a run of mlxdet that equal runs need not have equal.
+PASSING = {"run.json", "timing.jsonl", "events.jsonl", ".lock"}
 
 
 def check_command(command: Sequence[str], what: str) -> None:
@@ -77,6 +78,7 @@ def run(
     except BaseException:
         _end(child)
         raise
+    _signal(child, signal.SIGKILL)  # what it started and left behind would go on writing
     if code:
         how = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         raise Fault(f"{name}: the command failed, {how}{_last(said)}")
@@ -135,9 +137,10 @@ class Written:
 def written(root: Path, only: Sequence[str] = (), every: bool = False) -> Written:
     """Return what lies in the directory `root`, by relative path.
 
-    A file of a known checkpoint format, a sharded checkpoint, and a run of mlxdet are tensors; of a run, only the final
-    checkpoint counts, or with `every` each one, and only the logs that equal runs have equal. Links to directories are
-    not followed. `only` keeps the paths that match one of its globs. Raises FormatError for a damaged checkpoint.
+    A file of a known checkpoint format and a sharded checkpoint (by its index) are tensors. Of a run of mlxdet, the
+    final checkpoint counts, or with `every` each one, and not the files that equal runs need not have equal. Links to
+    directories are not followed. `only` keeps the paths that match one of its globs. Raises FormatError for a damaged
+    checkpoint.
     """
     checkpoints: dict[str, Path] = {}
     files: dict[str, Path] = {}
@@ -146,26 +149,28 @@ def written(root: Path, only: Sequence[str] = (), every: bool = False) -> Writte
         here = Path(directory)
         prefix = "" if here == root else here.relative_to(root).as_posix() + "/"
         below.sort()
-        if runs.is_run(here):
-            files.update({prefix + name: here / name for name in RECORDS if (here / name).is_file()})
-            steps = sorted(p for p in (here / runs.CHECKPOINTS).glob("*") if runs.is_checkpoint(p))
+        taken: set[str] = set()
+        if steps := sorted(p for p in (here / runs.CHECKPOINTS).glob("[0-9]*") if runs.is_checkpoint(p)):
             checkpoints.update({prefix + f"{runs.CHECKPOINTS}/{p.name}": p for p in (steps if every else steps[-1:])})
-            below.clear()
+            below.remove(runs.CHECKPOINTS)
+            taken = PASSING
         elif runs.is_checkpoint(here):
             checkpoints[prefix.rstrip("/") or "."] = here
-            below.clear()
-        else:
-            sharded = any(name.endswith(".index.json") for name in names)
-            known = {name for name in names if _is_checkpoint_file(here / name)}
-            if sharded and known:
-                checkpoints[prefix.rstrip("/") or "."] = here
-            else:
-                checkpoints.update({prefix + name: here / name for name in known})
-            files.update(
-                {prefix + name: here / name for name in names if name not in known and (here / name).is_file()}
-            )
+            taken = {runs.STATE, *runs.FILES}
+        present = [name for name in names if name not in taken and (here / name).is_file()]
+        indices = {name for name in present if name.endswith(".index.json") and _is_index(here / name)}
+        held = {shard for name in indices for shard in sharded.shards(Source(here / name))}
+        for name in present:
+            if name in indices or (name not in held and _is_checkpoint_file(here / name)):
+                checkpoints[prefix + name] = here / name
+            elif name not in held:
+                files[prefix + name] = here / name
     parts = [part for name in sorted(checkpoints) if kept(name) for part in _parts(name, checkpoints[name])]
     return Written({part.name: part for part in parts}, {name: files[name] for name in sorted(files) if kept(name)})
+
+
+def _is_index(path: Path) -> bool:
+    return path.stat().st_size > 0 and sharded.looks_like(Source(path))
 
 
 def _is_checkpoint_file(path: Path) -> bool:

@@ -180,7 +180,7 @@ def compare(
     same: float = SAME,
     different: float = DIFFERENT,
     group: str | None = None,
-    strip: Iterable[str] = (),
+    strip: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     only: str | None = None,
     per_tensor: bool = False,
@@ -203,7 +203,7 @@ def compare(
     find_group = _grouping(group)
     keep = _pattern("--only", only) if only else None
     one, two = _opened(a, "a"), _opened(b, "b")
-    naming = _Naming(list(strip), list(rename))
+    naming = _Naming([strip] if isinstance(strip, str) else list(strip), list(rename))
     names_a, names_b = naming.of(one), naming.of(two)
     naming.check()
     if keep is not None:

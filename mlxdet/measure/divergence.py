@@ -16,7 +16,7 @@ from mlxdet.errors import UsageError
 from mlxdet.formats import FormatError
 from mlxdet.formats.source import quote
 from mlxdet.measure.causes import Cause, causes
-from mlxdet.measure.checkpoints import LABELS, CheckpointPair, pair, read_logged, read_moved, seen_before
+from mlxdet.measure.checkpoints import LABELS, CheckpointPair, pair, read_logged, read_moved, seen_before, spell
 from mlxdet.measure.lines import Number, Records
 from mlxdet.measure.parting import (
     First,
@@ -150,21 +150,24 @@ def _runs(a: Path, b: Path) -> Divergence:
     if "skipped" in log.fields and not log.fields["skipped"].differing:
         del log.fields["skipped"]  # no update was withheld, or the same ones
     require_something(log)
-    for side in (log.a, log.b):
-        if number(log.key, side.source.last_key) is None:
-            raise FormatError(f"{side.source.path}: {side.source.last} is not the number of a step")
     validation = None
     if (a / VALIDATION).exists() and (b / VALIDATION).exists():
         # Which steps are validated, and over how many windows, is comfort: what both have is compared.
         validation = compare_records(a / VALIDATION, b / VALIDATION, ("detour", "step", "windows"), absent=ABSENT)
+    for side in (log.a, log.b, *((validation.a, validation.b) if validation else ())):
+        if side.source.count and number(side.source.key, side.source.last_key) is None:
+            raise FormatError(f"{side.source.path}: {side.source.last} is not the number of a step")
     saved = [checkpoint.published(path / "checkpoints") for path in (a, b)]
-    pairs = [pair(a, b, step) for step in sorted({*saved[0]} & {*saved[1]})]
+    both = {step: pair(a, b, step) for step in sorted({*saved[0]} & {*saved[1]})}
+    pairs = sorted((p for p in both.values() if p), key=lambda p: p.place)
+    unpaired = [step for step, p in both.items() if p is None]
     first = _first(log, pairs, validation)
     events = {"a": _events(a), "b": _events(b)}
     why = sorted([*causes(*manifests), *_inexact(events)], key=lambda cause: not cause.decides)
     return Divergence(
         "runs", str(a), str(b), _headline(log, first, pairs, validation, why), first, log,
-        [*remarks(log), *_lengths(log, first), *_notes(log, first, pairs, events, why)], pairs,
+        [*remarks(log), *_lengths(log, first), *_unpaired(unpaired), *_notes(log, first, pairs, events, why)],
+        pairs,
         sorted({*saved[0]} - {*saved[1]}), sorted({*saved[1]} - {*saved[0]}), validation, why, events,
     )  # fmt: skip
 
@@ -175,7 +178,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_bytes())
         parts = [*manifest["config"].values(), manifest["corpus"], manifest["environment"]["decides"]]
-        parts += [manifest.get("code", {}), *manifest["corpus"].get("files", [])]
+        parts += [manifest.get("code", {}), manifest.get("forked", {}), *manifest["corpus"].get("files", [])]
         whole = all(isinstance(p, dict) for p in parts)
     except FileNotFoundError:
         raise UsageError(f"{path}: not a run (no {MANIFEST} in it)") from None
@@ -192,7 +195,16 @@ def _events(path: Path) -> list[dict[str, Any]]:
     """Return the events that are not routine: resumes, forks, interrupts, faults."""
     if not (path / EVENTS).exists():
         return []
-    told = [json.loads(record.raw) for record in Records(path / EVENTS)]
+    told = []
+    for record in Records(path / EVENTS):
+        try:
+            e = json.loads(record.raw)
+            wrong = [change for change in e.get("environment") or () if len(change) != 3]
+        except (ValueError, TypeError):
+            wrong = [record]
+        if wrong:
+            raise FormatError(f"{path / EVENTS}:{record.line}: damaged, not an event of a run")
+        told.append(e)
     return [e for e in told if e.get("event") not in ROUTINE or e.get("reason") == "interrupted"]
 
 
@@ -206,7 +218,7 @@ def _first(log: RecordComparison, pairs: list[CheckpointPair], validation: Recor
         if logged.step is None:
             raise FormatError(f"{log.a.source.path}: {logged.at} is not the number of a step")
         logged = read_logged(logged, pairs)
-        if logged.step == 1 and key is not None and key[1][1] == 0:
+        if logged.place == (0, 1) and key is not None and key[1][1] == 0:
             # Before step 1 there is nothing to have gone wrong in a step: the step's own stages tell more.
             also = "the validation before step 1 differs too: its text, the initial weights or the forward pass"
             logged, key = replace(logged, reading=f"{logged.reading}; {also}"), None
@@ -214,11 +226,12 @@ def _first(log: RecordComparison, pairs: list[CheckpointPair], validation: Recor
     if moved := next((p for p in pairs if not p.identical), None):
         found.append(read_moved(moved, pairs))
     if key is not None:
-        step = int(key[1][1])
-        reading = f"the weights after it differ, or the validation itself; {seen_before(pairs, step + 1)[1]}"
+        detour, step = int(key[0][1]), int(key[1][1])
+        reading = f"the weights after it differ, or the validation itself; {seen_before(pairs, step + 1, detour)[1]}"
         fields = {n: seen.of(n) for n, seen in differing.items() if seen.a.key == key}
-        found.append(First(f"step {step}", step, "validation", LABELS["validation"], reading, False, fields))
-    return min(found, key=lambda f: f.step or 0, default=None) or length(log)  # of one step, the first in this order
+        label = LABELS["validation"]
+        found.append(First(spell((detour, step)), step, "validation", label, reading, False, fields, detour=detour))
+    return min(found, key=lambda f: f.place, default=None) or length(log)  # of one step, the first in this order
 
 
 def _inexact(events: dict[str, list[dict[str, Any]]]) -> list[Cause]:
@@ -238,6 +251,13 @@ def _lengths(log: RecordComparison, first: First | None) -> list[str]:
     return [other.reading] if other and first and first.stage != "length" else []
 
 
+def _unpaired(steps: list[int]) -> list[str]:
+    if not steps:
+        return []
+    which = f"checkpoint{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps[:5]))}{', ...' if steps[5:] else ''}"
+    return [f"{which} of A and B: not after the same number of rollbacks, or removed meanwhile; not compared"]
+
+
 def _notes(
     log: RecordComparison, first: First | None, pairs: list[CheckpointPair], events: dict[str, list[dict[str, Any]]],
     why: list[Cause],
@@ -254,7 +274,7 @@ def _notes(
             more += [bare(str(these[-1]["reason"]))] if "reason" in these[-1] else []
             steps = ", ".join(str(e.get("step")) for e in these[:5]) + (", ..." if len(these) > 5 else "")
             at = f"at step{'s' if len(these) > 1 else ''} {steps}"
-            notes.append(f"{side.upper()}: {bare(kind)} {at}{''.join(f', {m}' for m in more)}")
+            notes.append(f"{side.upper()}: {bare(kind)} {bare(at)}{''.join(f', {m}' for m in more)}")
     if first is None and (decisive := dict.fromkeys(c.kind for c in why if c.decides)):
         notes.append(f"identical although the manifests differ in {', '.join(decisive)}")
     return notes

@@ -20,6 +20,7 @@ from mlxdet.formats.source import quote
 from mlxdet.formats.tensor import FormatError
 
 LONGEST = 64 << 20  # bytes of one line; more is no log
+DEEPEST = 100  # lists and objects within one another
 _EXACT = Context(prec=40, Emax=10**17, Emin=-(10**17), traps=[])
 _HEX = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-][0-9]+")  # what float.hex writes
 
@@ -61,7 +62,18 @@ def _decode(raw: bytes) -> dict[str, Any]:
         raise ValueError("is nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError("is not a JSON object")
+    if raw.count(b"[") + raw.count(b"{") > DEEPEST and _depth(record) > DEEPEST:
+        raise ValueError("is nested too deeply")
     return record
+
+
+def _depth(value: dict[str, Any]) -> int:
+    level: list[Any] = [value]
+    depth = 0
+    while level:
+        inner = [v for x in level for v in (x.values() if isinstance(x, dict) else x)]
+        level, depth = [v for v in inner if isinstance(v, dict | list)], depth + 1
+    return depth
 
 
 class Record(NamedTuple):
@@ -207,13 +219,13 @@ def _value(value: Any) -> Decimal | None:
 def distance(a: Any, b: Any) -> float | None:
     """Return |a - b| of two numbers, None where there is none: not numbers, or not finite."""
     x, y = _value(a), _value(b)
-    return None if x is None or y is None else _finite(abs(_EXACT.subtract(x, y)))
+    return None if x is None or y is None else _finite(_EXACT.abs(_EXACT.subtract(x, y)))
 
 
 def relative(a: Any, b: Any) -> float | None:
     """Return |a - b| / |a| of two numbers, None where there is none, a = 0 included."""
     x, y = _value(a), _value(b)
-    return None if not x or y is None else _finite(_EXACT.divide(abs(_EXACT.subtract(x, y)), abs(x)))
+    return None if not x or y is None else _finite(_EXACT.abs(_EXACT.divide(_EXACT.subtract(x, y), x)))
 
 
 def _finite(value: Decimal) -> float | None:

@@ -9,6 +9,8 @@ from mlxdet.errors import UsageError
 from mlxdet.formats.source import quote
 from mlxdet.measure.records import RecordComparison, Side
 
+MOST = 10**18  # steps
+
 
 @dataclass(frozen=True)
 class First:
@@ -17,6 +19,7 @@ class First:
     `at` is the record's key as people read it, `step` its number if the key is one. `fields` are the logged fields of
     this stage that differ there, as `FieldDifference.first`; `tensors` what differs at the checkpoint of this step, in
     the order of `CheckpointPair.moved`. `certain`: nothing unseen can have come before it. `reading` is what it means.
+    `detour` counts the rollbacks before it.
     """
 
     at: str
@@ -27,6 +30,12 @@ class First:
     certain: bool = True
     fields: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: list[dict[str, Any]] = field(default_factory=list)
+    detour: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it lies in the order of a run's log."""
+        return self.detour, self.step or 0
 
 
 def bare(name: object) -> str:
@@ -41,7 +50,13 @@ def number(names: Sequence[str] | None, key: tuple[Any, ...]) -> int | None:
     place: Any = key[names.index("step") if names and "step" in names else 0]
     if isinstance(place, tuple):  # (kind, value) of a named field
         place = place[1]
-    return None if isinstance(place, str) or place != int(place) else int(place)
+    # A number beyond any step is not turned into an integer: 1e999999999 has a billion digits.
+    return None if isinstance(place, str) or not -MOST < place < MOST or place != int(place) else int(place)
+
+
+def _detour(names: Sequence[str] | None, key: tuple[Any, ...]) -> int:
+    """Return how many rollbacks of a run came before the record with this key."""
+    return number(("step",), (key[names.index("detour")],)) or 0 if names and "detour" in names else 0
 
 
 def first_logged(log: RecordComparison, stage_of: Mapping[str, str], labels: Mapping[str, str]) -> First | None:
@@ -60,14 +75,14 @@ def first_logged(log: RecordComparison, stage_of: Mapping[str, str], labels: Map
         have, lack = ("A", "B") if what is log.a else ("B", "A")
         more = f"; {what.gap.count} such records, the last {what.gap.last}" if what.gap.count > 1 else ""
         at = what.gap.first or ""
-        return First(
-            at, number(log.key, key), "records", "a record is missing", f"{have} has {at}, {lack} has not{more}"
-        )
+        reading = f"{have} has {at}, {lack} has not{more}"
+        return First(at, number(log.key, key), "records", "a record is missing", reading, detour=_detour(log.key, key))
     stage = stage_of[what]
     here = {n: f.first for n, f in log.fields.items() if f.first and f.first.a.key == key and stage_of[n] == stage}
     fields = {n: seen.of(n) for n, seen in here.items()}
     label = labels.get(stage, f"field {quote(stage)}")
-    return First(fields[what]["key"], number(log.key, key), stage, label, fields=fields)
+    at = fields[what]["key"]
+    return First(at, number(log.key, key), stage, label, fields=fields, detour=_detour(log.key, key))
 
 
 def length(log: RecordComparison) -> First | None:

@@ -50,6 +50,8 @@ def _tensor(leaf: Any, where: str) -> Tensor:
         return from_numpy(np.array(leaf.view(mx.uint16)), "BF16")
     if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
         raise UsageError(f"{where}: {type(leaf).__name__} is not an array")
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise UsageError(f"{where}: a masked array; fill it, or compare data and mask as two arrays")
     try:
         array = np.asarray(leaf)
         name = _ML_DTYPES.get(array.dtype.name)

@@ -22,6 +22,7 @@ class Layout:
 
     `exact`: integers, whose codes are their values. `values`: codes to float64. `ordered`: codes to integers such that
     neighbouring values differ by 1, and +0 and -0 by 0. `finite`: the mask of finite codes, or None if all are.
+    `signed`: codes are sign and magnitude, read as signed integers.
     """
 
     code: str
@@ -29,6 +30,7 @@ class Layout:
     ordered: Callable[[Codes], np.ndarray]
     finite: Callable[[Codes], np.ndarray | None]
     exact: bool = False
+    signed: bool = False
 
 
 def layout(dtype: str) -> Layout | None:
@@ -72,7 +74,7 @@ def _float(code: str, infinity: int, values: Callable[[Codes], np.ndarray]) -> L
             return None
         return (codes & magnitude) < smallest
 
-    return Layout(code, values, ordered, finite)
+    return Layout(code, values, ordered, finite, signed=True)
 
 
 def _bfloat16(codes: Codes) -> np.ndarray:

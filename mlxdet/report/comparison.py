@@ -18,9 +18,14 @@ def plain(name: str) -> str:
     return name if name.isprintable() and name == name.strip() and name else quote(name)
 
 
+def safe(line: str) -> str:
+    """Return a line with everything escaped that a terminal would obey instead of showing."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
 def print_comparison(found: Comparison, console: Console, top: int) -> None:
     """Print `found`, with at most `top` tensors and groups (0: all)."""
-    console.print(Text(f"A  {found.a}\nB  {found.b}"))
+    console.print(Text(f"A  {safe(found.a)}\nB  {safe(found.b)}"))
     moved = found.moved
     if moved:
         shown = moved[:top] if top else moved
@@ -38,8 +43,8 @@ def print_comparison(found: Comparison, console: Console, top: int) -> None:
             _rest(console, len(groups) - len(shown_groups), "groups that moved")
     console.print()
     for line in _lines(found):
-        console.print(Text(line))
-    console.print(Text(found.verdict, COLORS[found.verdict]) + Text(f": {found.reason}"))
+        console.print(Text(safe(line)))
+    console.print(Text(found.verdict, COLORS[found.verdict]) + Text(f": {found.reason}"), soft_wrap=True)
 
 
 def _print_groups(console: Console, groups: list[tuple[str, Numbers]], found: Comparison) -> None:
@@ -68,10 +73,10 @@ def _rest(console: Console, count: int, what: str) -> None:
 
 def _table(*first: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for i, name in enumerate(first):
-        table.add_column(name, overflow="fold", no_wrap=i > 0)
+    for name in first:
+        table.add_column(name, overflow="fold")
     for name in ("differing", "relFro", "max abs", "max ulp", "cosine"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")  # a narrow terminal must not cost a digit
     return table
 
 

@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlxdet.measure.checkpoints import CheckpointPair
+from mlxdet.measure.checkpoints import CheckpointPair, spell
 from mlxdet.measure.divergence import Divergence, value
 from mlxdet.measure.parting import First
 from mlxdet.measure.records import FieldDifference, Seen
-from mlxdet.report.comparison import plain
+from mlxdet.report.comparison import plain, safe
 from mlxdet.report.summary import sparkline
 
 CURVE = "log of the size"
@@ -19,7 +19,7 @@ CURVE = "log of the size"
 
 def print_divergence(found: Divergence, console: Console, top: int) -> None:
     """Print `found`, with at most `top` rows of a table (0: all)."""
-    console.print(Text(f"A  {found.a}\nB  {found.b}"))
+    console.print(Text(f"A  {safe(found.a)}\nB  {safe(found.b)}"))
     console.print()
     color = "bold green" if found.identical else "bold red"
     console.print(Text(found.verdict, color) + Text(f": {found.headline.removeprefix('identical: ')}"))
@@ -33,7 +33,7 @@ def print_divergence(found: Divergence, console: Console, top: int) -> None:
     if found.notes:
         console.print()
     for note in found.notes:
-        console.print(Text(f"- {note}"))
+        console.print(Text(safe(f"- {note}")))
 
 
 def _table(*columns: str) -> Table:
@@ -109,7 +109,7 @@ def _print_checkpoints(pairs: list[CheckpointPair], console: Console, top: int) 
     for p in shown:
         moved = [f"{len(c.moved)} of {len(c.tensors)}" for c in (p.weights, p.optimizer)]
         verdict = "identical" if p.identical else f"weights {p.weights.verdict}"
-        _row(table, str(p.step), _size(p.weights.total.relfro), *moved, verdict)
+        _row(table, spell(p.place).removeprefix("step "), _size(p.weights.total.relfro), *moved, verdict)
     _print(console, table, len(pairs) - len(shown))
 
 
@@ -120,7 +120,7 @@ def _print_tensors(pair: CheckpointPair | None, console: Console, top: int) -> N
     groups: dict[str, list[dict[str, Any]]] = {}
     for tensor in tensors:
         groups.setdefault(tensor["group"], []).append(tensor)
-    table = _table(f"moved at checkpoint {pair.step}", "relFro", "max abs", "slots", "of")
+    table = _table(f"moved at checkpoint {spell(pair.place).removeprefix('step ')}", "relFro", "max abs", "slots", "of")
     more = 0
     each = max(1, top // len(groups)) if top and groups else len(tensors)
     for group, listed in groups.items():

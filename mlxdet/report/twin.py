@@ -11,6 +11,7 @@ from mlxdet.formats.source import quote
 from mlxdet.measure.compare import TensorDifference
 from mlxdet.measure.ladder import Ladder
 from mlxdet.measure.twin import Pair, Twin
+from mlxdet.report.comparison import safe
 
 SHOWN = 10  # tensors that moved
 
@@ -31,6 +32,10 @@ def print_twin(twin: Twin, console: Console) -> None:
         )
     for cause in dict.fromkeys(twin.causes.values()):
         console.print(cause, markup=False, soft_wrap=True)
+    for name, c in twin.pairs[0].parts.items():
+        if c.total.nan_a or c.total.inf_a:
+            odd = f"{_shown(name)}: {c.total.nan_a} NaN and {c.total.inf_a} infinite slots in run {twin.pairs[0].a}"
+            console.print(odd, markup=False, soft_wrap=True)
     for name in sorted({name for pair in twin.pairs for name in pair.files}):
         same = 1 + sum(p.files.get(name, False) for p in twin.pairs if p.a == twin.repetitions[0].name)
         gate = "" if twin.gate_files else ", not gated (--files gates it)" if same < twin.n else ""
@@ -122,7 +127,7 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
 def print_result(failed: Sequence[str], console: Console) -> None:
     """Print what does not hold, or that all holds."""
     for line in failed:
-        console.print(f"does not hold: {line}", markup=False, soft_wrap=True)
+        console.print(safe(f"does not hold: {line}"), markup=False, soft_wrap=True)
     if not failed:
         console.print("holds", markup=False, soft_wrap=True)
 

@@ -73,7 +73,10 @@ def test_an_index_is_preferred_and_safetensors_before_pytorch(tmp_path):
         (tmp_path / name).write_text(json.dumps({"weight_map": {"a": shard}}))
     checkpoint = open_checkpoint(tmp_path)
     assert list(checkpoint.tensors) == ["a"]
-    assert checkpoint.notes == ("pytorch_model.bin.index.json is another index, and was not read",)
+    assert checkpoint.notes == (
+        "pytorch_model.bin.index.json is another index, and was not read",
+        "other.npz is not in the index, and was not read",
+    )
 
 
 # Runs of mlxdet. Written here from the layout in the design, not with the trainer's code.

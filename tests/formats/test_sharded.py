@@ -110,3 +110,8 @@ def test_an_index_cannot_be_its_own_shard(model):
     write(model.parent, {"a": model.name})
     with pytest.raises(FormatError, match=r"index\.json: is not a checkpoint"):
         open_checkpoint(model)
+
+
+def test_checkpoint_files_beside_the_shards_are_said_not_to_be_read(model):
+    safetensors.numpy.save_file({"m": A}, model.parent / "optimizer.safetensors")
+    assert open_checkpoint(model.parent).notes == ("optimizer.safetensors is not in the index, and was not read",)

@@ -1,6 +1,8 @@
 """Verdicts, names and gates of comparing two checkpoints."""
 
 import json
+import subprocess
+import sys
 
 import ml_dtypes
 import mlx.core as mx
@@ -252,6 +254,32 @@ def test_trees_of_arrays_of_other_libraries():
         mlxdet.compare({"m.0": np.ones(1), "m": [np.ones(1)]}, b)
 
 
+def test_0d_and_empty_tensors_are_compared_as_any_other():
+    a = {"x": np.float64(3.0), "none": np.zeros((0, 4))}
+    assert compare(a, a).identical
+    found = compare(a, a | {"x": np.float64(3.0) + 3e-6})
+    assert found.verdict == "same" and found.total.relfro == pytest.approx(1e-6, rel=1e-9)
+    assert [t.shape for t in found.tensors] == [(0, 4), ()]
+    found = compare(a, {"x": np.full(1, 3.0), "none": np.zeros((4, 0))})  # as many slots, of other shapes
+    assert found.verdict == "unclear" and [n for n, _, _ in found.reshaped] == ["none", "x"]
+
+
+def test_a_mask_is_not_dropped_unsaid():
+    a, b = (np.ma.array([1.0, 2.0], mask=[hidden, 0]) for hidden in (0, 1))
+    with pytest.raises(UsageError, match="tree a: w: a masked array"):
+        compare({"w": a}, {"w": b})
+
+
+def test_one_prefix_may_be_given_bare():
+    assert compare({"module.a": np.ones(2)}, {"a": np.ones(2)}, strip="module.").identical
+
+
+def test_a_reference_without_a_finite_value_is_not_called_zero():
+    a = np.full(4, np.nan)
+    found = compare({"w": a}, {"w": (a.view("u8") + 1).view("f8")})
+    assert (found.verdict, found.reason) == ("unclear", "no distance: the reference is zero where it is finite")
+
+
 def test_assert_identical_names_the_worst_tensor():
     a, b = model(), model()
     mlxdet.assert_identical(a, b)
@@ -314,3 +342,34 @@ def test_unreadable_files_and_wrong_flags_exit_2(tmp_path):
         done = run_mlxdet("check", *args)
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) <= 2
+
+
+@pytest.mark.parametrize("option", ["--same", "--different"])
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_threshold_is_a_finite_number(tmp_path, option, number):
+    a = save(tmp_path / "a.safetensors", model())
+    assert run_mlxdet("check", a, a, option, number).returncode == 2
+
+
+def test_a_narrow_terminal_costs_no_digit(tmp_path):
+    a = save(tmp_path / "a.safetensors", {"layers.0.attention.weight": np.ones((100, 100))})
+    b = save(tmp_path / "b.safetensors", {"layers.0.attention.weight": np.ones((100, 100)) + 1.234e-7})
+    said = run_mlxdet("check", a, b, COLUMNS="40").stdout
+    assert "…" not in said and "same: relFro 1.23e-07 <= 1e-05" in said.splitlines()
+
+
+def test_control_characters_in_the_name_of_a_file_do_not_reach_the_terminal(tmp_path):
+    a = save(tmp_path / "a\x1b[31m.safetensors", model())
+    done = run_mlxdet("check", a, a), run_mlxdet("check", a, str(tmp_path / "none\x1b[2J"))
+    assert [d.returncode for d in done] == [0, 2]
+    assert r"a\x1b[31m" in done[0].stdout and r"none\x1b[2J" in done[1].stderr
+    assert not any("\x1b" in d.stdout + d.stderr for d in done)
+
+
+def test_a_full_disk_is_no_defect_and_no_verdict(tmp_path):
+    a = save(tmp_path / "a.safetensors", model())
+    for flags in ([], ["--json"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([sys.executable, "-m", "mlxdet", "check", a, a, *flags], stdout=full,
+                                  stderr=subprocess.PIPE, text=True)  # fmt: skip
+        assert done.returncode == 2 and "nothing more can be written" in done.stderr

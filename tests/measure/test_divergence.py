@@ -23,6 +23,7 @@ from mlxdet.measure.divergence import diverge
 from mlxdet.measure.lines import Number, distance, relative, same
 from mlxdet.measure.records import STRETCHES, compare_records
 from mlxdet.training import checkpoint
+from mlxdet.training.detours import Detour, Past
 from tests.conftest import mlxdet as command_line
 
 # ---- hand-made runs: nine steps, checkpoints at 3, 6 and 9, validations at 0 and 6
@@ -373,6 +374,78 @@ def test_a_rollback_is_compared_branch_by_branch(tmp_path):
     assert (found.first.stage, found.first.step, found.first.reading[:23]) == ("records", 7, "B has step 7, A has not")
 
 
+def detoured(step, start):
+    """A snapshot of `step` after a rollback to `start`, with other weights than without one."""
+    return dataclasses.replace(moved(step, weights=["head.bias"]), past=Past(0, (Detour(6, start),)))
+
+
+def test_checkpoints_of_different_branches_are_not_compared(tmp_path):
+    # a goes back from step 6 to 3; b withholds the update of step 6. Their checkpoints 6 and 9 are not the same step.
+    back = [*metrics(6), *(r | {"detour": 1, "loss": 4.0} for r in metrics()[3:])]
+    a = make(tmp_path / "a", records=back, states=[snapshot(3), detoured(6, 3), detoured(9, 3)])
+    b = make(tmp_path / "b", records=changed(6, skipped=True))
+    found = diverge(a, b)
+    assert (found.first.step, found.first.stage) == (6, "skipped") and [c.step for c in found.checkpoints] == [3]
+    assert found.notes[1].startswith("checkpoints 6, 9 of A and B: not after the same number of rollbacks")
+
+
+def test_the_branch_that_was_left_comes_before_the_checkpoints_of_the_other(tmp_path):
+    # Both go back from step 6 to 3; their losses differ at step 5 before that, and all checkpoints after it.
+    def records(loss):
+        left = metrics(6)
+        left[4]["loss"] = loss
+        return [*left, *(r | {"detour": 1, "loss": loss} for r in metrics()[3:])]
+
+    a = make(tmp_path / "a", records=records(4.0), states=[snapshot(3), detoured(4, 3), detoured(9, 3)])
+    b = make(
+        tmp_path / "b",
+        records=records(4.5),
+        states=[snapshot(3), *(dataclasses.replace(snapshot(s), past=Past(0, (Detour(6, 3),))) for s in (4, 9))],
+    )
+    found = diverge(a, b)
+    assert (found.first.at, found.first.stage) == ("step 5", "loss") and "checkpoint 3" in found.first.reading
+    assert [c.place for c in found.checkpoints] == [(0, 3), (1, 4), (1, 9)] and not found.checkpoints[1].identical
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_compared(twin, monkeypatch):
+    real = checkpoint.published
+    monkeypatch.setattr(checkpoint, "published", lambda path: [*real(path), 12])
+    found = twin()
+    assert found.identical and len(found.checkpoints) == 3 and "checkpoint 12 of A and B" in found.notes[0]
+
+
+def test_a_fork_is_no_cause_beside_the_run_that_it_left(tmp_path):
+    forked = {"run": "a", "recipe": "r", "step": 3, "tokens": 1, "changed": []}
+    a = make(tmp_path / "a")
+    b = make(
+        tmp_path / "b", manifest=MANIFEST | {"recipe": "s", "forked": forked}, records=changed(5, **PLANTED["loss"])
+    )
+    assert diverge(a, b).headline.startswith("no recorded cause (same seeds")
+    # Two forks of one run with the same change, made at different steps: then it is one.
+    c = make(tmp_path / "c", manifest=MANIFEST | {"recipe": "s", "forked": forked | {"step": 6}})
+    assert diverge(b, c).headline.startswith("different manifest: forked.step 3 / 6")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"environment": 5}, {"environment": ["xx"]}, '{"event": "resume", "step": ' + "9" * 5000 + "}"],
+    ids=["number", "pairs", "digits"],
+)
+def test_a_damaged_event_is_refused_by_line(tmp_path, event):
+    a, b = make(tmp_path / "a"), make(tmp_path / "b")
+    text = event if isinstance(event, str) else json.dumps({"event": "resume", "step": 3} | event)
+    (b / "events.jsonl").write_text('{"event": "start", "step": 0}\n' + text + "\n")
+    with pytest.raises(FormatError, match=r"b/events.jsonl:2: damaged"):
+        diverge(a, b)
+
+
+def test_a_validation_without_a_number_of_a_step_is_refused(tmp_path):
+    val = [[{"step": "x", "loss": loss, "windows": 8}] for loss in (1.0, 2.0)]
+    a, b = (make(tmp_path / n, validation=v) for n, v in zip("ab", val, strict=True))
+    with pytest.raises(FormatError, match=r"validation.jsonl: step x, windows 8 is not the number of a step"):
+        diverge(a, b)
+
+
 def test_a_withheld_update_is_a_difference_of_its_own(twin):
     found = twin(records=changed(5, skipped=True))
     assert (found.first.step, found.first.stage) == (5, "skipped") and "whether the update was made" in found.headline
@@ -683,6 +756,31 @@ def test_exit_codes_and_one_json_object(tmp_path, capfd):
         "notes",
     }
     assert cli(["diverge", str(a), str(tmp_path / "none")]) == 2
+
+
+def test_json_holds_no_nan_whatever_the_events_and_manifests_hold(tmp_path, capfd):
+    config = manifest(config__optim__grad_clip=math.inf)
+    a, b = make(tmp_path / "a"), make(tmp_path / "b", manifest=config, events=[{"event": "spike", "loss": math.nan}])
+    assert cli(["diverge", str(a), str(b), "--json"]) == 0
+    told = json.loads(capfd.readouterr().out, parse_constant=lambda text: pytest.fail(text))
+    assert told["events"]["b"][0]["loss"] == "nan" and told["causes"][0]["b"] == "inf"
+
+
+def test_a_line_nested_too_deeply_is_refused_before_it_is_compared(tmp_path, capfd):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path, inner in zip(paths, "12", strict=True):
+        path.write_text('{"step": 1, "x": ' + "[" * 900 + inner + "]" * 900 + "}\n")
+    assert cli(["diverge", *map(str, paths)]) == 2 and "a:1: is nested too deeply" in capfd.readouterr().err
+
+
+def test_numbers_beyond_all_measure_cost_no_time_and_no_traceback(tmp_path, capfd):
+    for n, (x, y) in enumerate([("1e999999999", "1.0"), ("1.0", "1e999999999999"), ("1e10000", "-1e99999999")]):
+        paths = [tmp_path / f"{n}{side}" for side in "ab"]
+        for path, loss in zip(paths, (y, f"-{y}" if y[0] != "-" else y[1:]), strict=True):
+            path.write_text(f'{{"step": {x}, "loss": {loss}}}\n')
+        assert cli(["diverge", *map(str, paths), "--json"]) == 1
+        first = json.loads(capfd.readouterr().out)["first"]
+        assert first["at"] == f"step {x}" and first["step"] == (1 if x == "1.0" else None)
 
 
 def test_control_characters_and_markup_of_a_log_do_not_reach_the_terminal(tmp_path, capfd):

@@ -205,6 +205,10 @@ def test_mlxdet_is_identical_at_every_rung_from_the_drawn_weights_on(tmp_path, c
     assert all(saved[k].to_numpy().tobytes() == drawn[k].tobytes() for k in drawn)
 
 
+def test_a_switch_is_handed_on_as_a_switch(capsys):
+    assert cli(["ladder", "--steps", "2", *TINY, "--no-spike-detect"]) == 0, capsys.readouterr().err
+
+
 def planted(fault):
     return [sys.executable, "-m", "mlxdet.measure.faults", fault]
 

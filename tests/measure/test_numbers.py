@@ -202,6 +202,12 @@ def test_two_dtypes_compare_by_value(one, two):
     assert found.max_abs == want["max_abs"]
 
 
+def test_integers_of_two_dtypes_are_compared_as_they_are():
+    a, b = np.array([2**63 - 1, 5], "<i8"), np.array([2**63, 5], "<u8")  # one value in float64
+    assert measure("I64", a.view("u1"), "U64", b.view("u1")).differing == 1
+    assert measure("I64", a.view("u1"), "U64", a.view("u1")).differing == 0
+
+
 def test_opaque_bytes_have_no_distance():
     a = np.arange(36, dtype=np.uint8)
     b = a.copy()

@@ -186,6 +186,39 @@ def test_checkpoints_are_matched_by_path_and_chosen_by_glob(play):
     assert twin(command, only=["*/1.safetensors"]).holds
 
 
+def test_nothing_beside_a_sharded_checkpoint_or_in_a_run_is_passed_over(play):
+    index = json.dumps({"weight_map": {"w": "part-1.safetensors"}})
+
+    def wrote(moment):
+        part, state = weights(1, 2)["model.safetensors"], weights(moment, name="m")["model.safetensors"]
+        return {"m/model.safetensors.index.json": index, "m/part-1.safetensors": part, "m/optimizer.safetensors": state,
+                "r/run.json": "{}", "r/export/w.safetensors": state}  # fmt: skip
+
+    result = twin(play(wrote(1.0), wrote(2.0)))
+    assert result.identical == 1 and not result.holds
+    parts = result.pairs[0].parts
+    assert [name for name, c in parts.items() if c.moved] == ["m/optimizer.safetensors", "r/export/w.safetensors"]
+    assert [*parts] == ["m/model.safetensors.index.json", "m/optimizer.safetensors", "r/export/w.safetensors"]
+
+
+def test_control_characters_in_the_name_of_an_output_do_not_reach_the_terminal(play, capsys):
+    name = "a\x1b[31m.safetensors"
+    assert cli(["twin", "--", *play({name: weights(1)["model.safetensors"]}, weights(1))]) == 1
+    assert "\x1b" not in (said := capsys.readouterr().out) and r"a\x1b[31m.safetensors: written by one" in said
+
+
+def test_nan_in_every_run_is_told(play, capsys):
+    assert cli(["twin", "--", *play(weights(math.nan, 1), weights(math.nan, 1))]) == 0
+    assert "model.safetensors: 1 NaN and 0 infinite slots in run 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--tol", "--min-different", "--timeout"])
+def test_limits_are_finite_numbers(option, capsys):
+    for number in ("nan", "inf"):
+        assert cli(["twin", option, number, "--", "true", "{out}"]) == 2
+        assert "not a finite number" in capsys.readouterr().err
+
+
 def test_what_no_reader_knows_is_equal_only_if_the_files_are(tmp_path):
     def one(content, name):
         path = tmp_path / name
@@ -278,7 +311,20 @@ def test_a_time_limit_ends_the_command_and_all_it_started(tmp_path):
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 
-def test_ctrl_c_ends_the_command_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_a_command_leaves_running_is_ended(play, tmp_path, code):
+    pids, command = tmp_path / "pids", shlex.join(play(weights(1), weights(1)))
+    line = ["sh", "-c", f"{command}; sleep 60 & echo $! >> {pids}; exit {code}"]
+    if code:
+        with pytest.raises(Fault):
+            twin(line)
+    else:
+        assert twin(line).holds
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_ends_the_command_and_leaves_nothing(tmp_path, number):
     pids, scratch = tmp_path / "pids", tmp_path / "scratch"
     scratch.mkdir()
     child = subprocess.Popen(
@@ -288,7 +334,7 @@ def test_ctrl_c_ends_the_command_and_leaves_nothing(tmp_path):
     deadline = time.monotonic() + 60
     while not (pids.exists() and pids.read_text().strip()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     _, said = child.communicate(timeout=30)
     assert child.returncode == 130, said
     assert gone(int(pids.read_text())) and list(scratch.iterdir()) == []

@@ -1,7 +1,9 @@
 """Command-line options: those of every verb, and those made from the fields of the config."""
 
 import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,6 +12,7 @@ from mlxdet.config import FIELDS, SEEDS, SPIKES, Field, TrainConfig, flag, from_
 
 SECTIONS = {
     "data": "Text and order",
+    "tune": "What is learned, and from where on",
     "model": "Model",
     "optim": "Steps and optimizer",
     "seeds": "Seeds",
@@ -49,9 +52,58 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+class Finite(click.FloatRange):
+    """A number in a range; "nan" and "inf" are none, as no comparison with them means anything."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not a finite number.", param, ctx)
+
+
+def as_text(value: Any) -> str:
+    """Return `value` as JSON, which has no NaN and no infinity: they become strings."""
+    try:
+        return json.dumps(value, indent=1, allow_nan=False)
+    except ValueError:
+        return json.dumps(_spelled(value), indent=1, allow_nan=False)
+
+
 def print_json(value: Any) -> None:
     """Print `value` as the one object of --json."""
-    click.echo(json.dumps(value, indent=1))
+    click.echo(as_text(value))
+
+
+def check_new(option: str, file: str | None) -> None:
+    """Refuse, before anything is computed, a file that is there or has no directory to lie in."""
+    from mlxdet.errors import UsageError
+
+    if file is None:
+        return
+    path = Path(file)
+    if path.exists() or path.is_symlink():
+        raise UsageError(f"{option}: {file} is already there; name a new file")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option}: {path.parent} is not a directory")
+
+
+def write_new(option: str, file: str | None, value: Any) -> None:
+    """Write what --json prints to a new file, if one was named."""
+    from mlxdet.errors import Fault
+
+    if file is not None:
+        try:
+            with open(file, "x", encoding="utf-8") as out:
+                out.write(as_text(value) + "\n")
+        except OSError as error:
+            raise Fault(f"{option}: {file} cannot be written ({error.strerror})") from None
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _spelled(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _kind(f: Field) -> Any:

@@ -27,6 +27,9 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 
 
+SHAPE = ("layers", "width", "heads", "context", "mlp")
+
+
 def _opt(
     default: Any,
     help: str,
@@ -48,7 +51,11 @@ def _opt(
 class ModelConfig:
     """Shape and arithmetic of the GPT."""
 
-    preset: str = _opt("tiny", "Shape to start from; any of its numbers can be set one by one.", choices=tuple(PRESETS))
+    preset: str | None = _opt(
+        None,
+        "Shape to start from; any of its numbers can be set one by one. Default: tiny, or the shape of --from.",
+        choices=tuple(PRESETS),
+    )
     depth: int | None = _opt(None, "Derive the shape from one number: N layers, width 64N, N heads, mlp 256N.", low=1)
     layers: int | None = _opt(None, "Transformer blocks.", low=1)
     width: int | None = _opt(None, "Width of the residual stream; a multiple of --heads.", low=1)
@@ -67,7 +74,9 @@ class DataConfig:
     """What is read, and in which order."""
 
     data: tuple[str, ...] = _opt(
-        (), "Text file or directory (sorted by name); repeatable. Default: the embedded text.", comfort=True
+        (),
+        "File or directory (sorted by name), of text or rows (JSONL, Parquet); repeatable. Default: the embedded text.",
+        comfort=True,
     )
     tokenizer: str | None = _opt(
         None, "Sentencepiece model; without one the text is read as bytes (vocabulary 256).", comfort=True
@@ -84,6 +93,34 @@ class DataConfig:
         0.01, "Refuse a text of whose tokens a larger share is unknown.", low=0.0, high=1.0, comfort=True
     )
     cache_dir: str | None = _opt(None, "Where token ids are cached. Default: the user's cache directory.", comfort=True)
+    rows: str = _opt("sft", "Form of the rows (--objective sft). sft: conversations. io: {input, output}.",
+                     choices=("sft", "io"))  # fmt: skip
+    template: str = _opt("plain", "How a conversation is written as text.", choices=("plain", "chatml", "llama"))
+    packing: bool = _opt(False, "Put several rows in a window, each by itself (--objective sft).")
+    truncate: bool = _opt(False, "Cut rows that are too long instead of dropping them.")
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What is learned, from which weights on, and which of them move."""
+
+    objective: str = _opt(
+        "lm",
+        "lm: every token of a text. sft: the answers of conversations. dpo, orpo, simpo: the chosen answer over the "
+        "rejected one.",
+        choices=("lm", "sft", "dpo", "orpo", "simpo"),
+    )
+    base: str | None = _opt(
+        None, "Run whose newest weights are the start. With LoRA they stay frozen; for dpo they are the reference."
+    )
+    beta: float | None = _opt(
+        None, "Strength of the preference (lambda of orpo). Default: dpo 0.1, orpo 0.1, simpo 2.", low=1e-6
+    )
+    gamma: float | None = _opt(None, "Margin that simpo aims at. Default: 0.5.", low=0.0)
+    lora_rank: int = _opt(0, "Rank of LoRA's adapters; 0: no adapters, all weights are trained.", low=0)
+    lora_alpha: float | None = _opt(None, "Adapters are scaled by alpha / rank. Default: twice the rank.", low=1e-6)
+    lora_targets: str = _opt("all", "Linear maps with an adapter: all, or some of qkv,out,up,down.")
+    lora_dropout: float = _opt(0.0, "Share of an adapter's inputs dropped while training.", low=0.0, below=1.0)
 
 
 @dataclass(frozen=True)
@@ -166,6 +203,7 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     seeds: SeedConfig = field(default_factory=SeedConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -192,11 +230,10 @@ class TrainConfig:
 
     def resolve(self) -> "TrainConfig":
         """Return the config with every derived value filled in. Raises UsageError where values do not fit together."""
+        from mlxdet.tuning import resolved  # it reads the fields of this module
+
         m, o, s = self.model, self.optim, self.seeds
-        shape: dict[str, Any] = dict(PRESETS[m.preset])
-        if m.depth is not None:
-            shape |= {"layers": m.depth, "width": 64 * m.depth, "heads": m.depth, "mlp": 256 * m.depth}
-        shape |= {k: v for k in shape if (v := getattr(m, k)) is not None}
+        shape: dict[str, Any] = PRESETS[m.preset or "tiny"] | given_shape(m)
         if shape["width"] % shape["heads"]:
             raise UsageError(f"--width: {shape['width']} is not a multiple of --heads {shape['heads']}")
         decay = o.decay_steps if o.decay_steps is not None else max(1, o.steps // 10)
@@ -217,10 +254,19 @@ class TrainConfig:
         )
         return dataclasses.replace(
             self,
-            model=dataclasses.replace(m, depth=None, **shape),
+            model=dataclasses.replace(m, preset=m.preset or "tiny", depth=None, **shape),
+            tune=resolved(self),
             optim=dataclasses.replace(o, decay_steps=decay, warmup=warmup, min_lr=min_lr),
             seeds=seeds,
         )
+
+
+def given_shape(model: ModelConfig) -> dict[str, int]:
+    """Return the numbers of the shape that were asked for: by --preset, over it by --depth, over both one by one."""
+    shape = dict(PRESETS[model.preset]) if model.preset is not None else {}
+    if (n := model.depth) is not None:
+        shape |= {"layers": n, "width": 64 * n, "heads": n, "mlp": 256 * n}
+    return shape | {k: v for k in SHAPE if (v := getattr(model, k)) is not None}
 
 
 @dataclass(frozen=True)
@@ -259,6 +305,10 @@ FIELDS: dict[str, Field] = _fields()
 ROLLBACK = ("rollback_steps", "rollback_factor", "rollback_ramp")
 SPIKES = ("on_spike", "spike_detect", "spike_window", "spike_factor", *ROLLBACK)
 SEEDS = ("seed", "init_seed", "data_seed")
+# Settings that decide bits only where rows are read, or where something else than a new model is trained on text: so
+# the recipe of a run on text is the same with and without them.
+ROWS = ("rows", "template", "packing", "truncate")
+TUNE = tuple(name for name, f in FIELDS.items() if f.section == "tune")
 
 
 def decides(config: "TrainConfig", name: str) -> bool:
@@ -266,12 +316,21 @@ def decides(config: "TrainConfig", name: str) -> bool:
     if name in SPIKES:
         policy = config.optim.on_spike
         return policy == "rollback" or (policy == "skip" and name not in ROLLBACK)
+    if name in ROWS:
+        return config.tune.objective != "lm"
+    if name in TUNE:
+        return tuned(config)
     return not FIELDS[name].comfort
 
 
+def tuned(config: "TrainConfig") -> bool:
+    """Return whether a run of `config` is anything else than a new model that learns a text."""
+    return config.tune.objective != "lm" or config.tune.base is not None
+
+
 def flag(name: str) -> str:
-    """Return the flag of a field: max_lr -> --max-lr."""
-    return "--" + name.replace("_", "-")
+    """Return the flag of a field: max_lr -> --max-lr; of `base`, --from."""
+    return "--from" if name == "base" else "--" + name.replace("_", "-")
 
 
 def _typed(f: Field, value: Any, where: str) -> Any:
@@ -353,11 +412,19 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def differences(a: TrainConfig, b: TrainConfig) -> list[tuple[str, Any, Any]]:
-    """Return (name, value in a, value in b) for each field that decides bits and differs."""
+def value(config: TrainConfig, name: str) -> Any:
+    """Return the value of a field."""
+    return getattr(getattr(config, FIELDS[name].section), name)
+
+
+def differences(a: TrainConfig, b: TrainConfig, rolled_back: bool = False) -> list[tuple[str, Any, Any]]:
+    """Return (name, value in a, value in b) for each field that decides bits and differs.
+
+    After a rollback the learning rate goes by the settings of rollbacks, whatever the policy is since then (in a fork).
+    """
     return [
         (name, x, y)
         for name, f in FIELDS.items()
-        if (decides(a, name) or decides(b, name))
+        if (decides(a, name) or decides(b, name) or (rolled_back and name in ROLLBACK))
         and (x := getattr(getattr(a, f.section), name)) != (y := getattr(getattr(b, f.section), name))
     ]

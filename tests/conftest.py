@@ -29,11 +29,23 @@ def mlxdet(*args: str, command=(sys.executable, "-m", "mlxdet"), timeout: float 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """Fifty kilobytes of English."""
-    from mlxdet.data.demo import demo_text
+    """Fifty kilobytes of a language with words, sentences and lines: the same on every Python, unlike the embedded."""
+    from mlxdet.seeds import Splitmix64
 
+    def draw(below: int) -> int:
+        return rng.random_int(0, below)
+
+    rng = Splitmix64(2026)
+    syllables = [c + v for c in "bdfghklmnprstvw" for v in "aeiou"]
+    words = ["".join(syllables[draw(len(syllables))] for _ in range(1 + draw(3))) for _ in range(400)]
+    written, size = [], 0
+    while size < 50_000:
+        # The smaller of three draws: some words are much more frequent than others.
+        sentence = " ".join(words[min(draw(400), draw(400), draw(400))] for _ in range(4 + draw(9)))
+        written.append(sentence.capitalize() + (".\n" if draw(4) == 0 else ". "))
+        size += len(written[-1])
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(demo_text()[:50_000])
+    path.write_text("".join(written))
     return path
 
 

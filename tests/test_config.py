@@ -12,7 +12,9 @@ from mlxdet.config import (
     FIELDS,
     PRESETS,
     ROLLBACK,
+    ROWS,
     SPIKES,
+    TUNE,
     TrainConfig,
     decides,
     differences,
@@ -151,7 +153,7 @@ def test_what_changes_comfort_only_is_no_difference():
         )
         names = [name for name, _, _ in differences(config, changed)]
         assert names == ([f.name] if decides(config, f.name) or decides(changed, f.name) else []), f.name
-        assert decides(config, f.name) == (not f.comfort and f.name not in SPIKES), f.name
+        assert decides(config, f.name) == (not f.comfort and f.name not in (*SPIKES, *TUNE, *ROWS)), f.name
 
 
 def test_what_a_spike_policy_needs_decides_with_it_and_else_does_not():

@@ -33,7 +33,7 @@ import mlx.core as mx
 from mlxdet.auditing.state import map_arrays
 
 MAGIC = 0x6D6C0000  # a mark's constant is MAGIC + its number, uint32, shape (1,)
-_INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64, mx.uint8, mx.uint16, mx.uint32, mx.uint64)
+INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64, mx.uint8, mx.uint16, mx.uint32, mx.uint64)
 _lock = threading.RLock()
 _HERE = tuple(
     os.path.join(os.path.dirname(os.path.abspath(__file__)), f)
@@ -195,7 +195,7 @@ class _Hooks:
         """Return the index `x` (an array, or a tuple with arrays in it) marked."""
         if isinstance(x, tuple):
             return tuple(self.index(i) for i in x)
-        if isinstance(x, mx.array) and x.ndim and x.dtype in _INTEGERS:
+        if isinstance(x, mx.array) and x.ndim and x.dtype in INTEGERS:
             return self.mark(x, self.note("index", [x]))
         return x
 

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxdet.auditing.hooks import INTEGERS
 from mlxdet.auditing.trace import Graph, Node, Value
 
-INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64, mx.uint8, mx.uint16, mx.uint32, mx.uint64)
 _SAME_ELEMENTS = ("Reshape", "ExpandDims", "Squeeze", "Flatten", "Unflatten", "Transpose", "Copy", "StopGradient")
 _MOST = 1 << 24  # elements of an index array that is worth counting
 _FEW = 1 << 16  # ... that depends on no input

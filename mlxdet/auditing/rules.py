@@ -43,8 +43,9 @@ RULES: dict[str, Rule] = {
             "sum or product, where three updates or more can reach one destination (two, on a base that is not zero)",
             "each update is a float atomic, in the order the hardware likes; in bfloat16 the sum is rounded each time",
             "kernels/indexing/scatter.h:57, kernels/atomic.h:83 (Metal); device/scatter.cuh, atomic_ops.cuh:12 (CUDA)",
-            "mlxdet.nn.Embedding or mlxdet.nn.lookup, or mlxdet.make_deterministic(model); for gather_mm gather the rows, sort, and pass "
-            "the one remaining index with sorted_indices=True; for at[].add use mlxdet.model.embedding.segment_sum",
+            "mlxdet.nn.Embedding or mlxdet.nn.lookup, or mlxdet.make_deterministic(model); for gather_mm gather the "
+            "rows, sort, and pass the one remaining index with sorted_indices=True; for at[].add use "
+            "mlxdet.model.embedding.segment_sum",
         ),
         Rule(
             "scatter-axis-add",
@@ -130,7 +131,8 @@ RULES: dict[str, Rule] = {
             "always: which engine cuDNN picks is not in the program",
             "cuDNN may pick an engine that splits a sum and adds the parts with atomics; MLX does not exclude those",
             "cuda/conv.cpp:100 (NONDETERMINISTIC engines are not deselected)",
-            "mlxdet.nn.Conv1d, Conv2d, Conv3d (unfold the input and multiply matrices), or mlxdet.make_deterministic(model)",
+            "mlxdet.nn.Conv1d, Conv2d, Conv3d (unfold the input and multiply matrices), or "
+            "mlxdet.make_deterministic(model)",
             proven="inferred",
         ),
         Rule(

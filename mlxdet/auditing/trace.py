@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdet.auditing.hooks import MAGIC, Call, Piece, Record, hooked
-from mlxdet.auditing.state import Reachable, join, map_arrays, reachable
+from mlxdet.auditing.state import Reachable, map_arrays, reachable
 from mlxdet.errors import UsageError
 
 
@@ -246,6 +246,3 @@ def _names(outputs: list[Any]) -> list[str]:
     picture = io.StringIO()
     mx.export_to_dot(picture, *outputs)
     return re.findall(r'\[label ="([^"]+)", shape=rectangle\]', picture.getvalue())
-
-
-__all__ = ["Graph", "Node", "Value", "join", "trace"]

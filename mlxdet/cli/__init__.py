@@ -22,6 +22,7 @@ VERBS = {
     "resume": ("train", "resume", "Go on with a run from its newest checkpoint, bit for bit."),
     "fork": ("train", "fork", "Go on from a checkpoint as a new run, with something changed on purpose."),
     "generate": ("generate", "generate", "Write text with a trained run."),
+    "merge": ("merge", "merge", "Write a run's model as one file, LoRA's adapters merged into the base."),
     "batches": ("data", "batches", "Show what a step of a run reads, without training."),
     "tokenizer": ("data", "tokenizer", "Make a sentencepiece tokenizer, the same bytes each time."),
     "check": ("check", "check", "Compare two checkpoints of any framework: same model or not?"),

@@ -75,5 +75,7 @@ def _own_step(config: Any, vocab: int | None, targets: tuple[str, ...]) -> dict[
         from mlxdet.data.tokenizer import load_tokenizer
 
         vocab = load_tokenizer(config.data.tokenizer).vocab_size
-    resolved = config.resolve()
+    from mlxdet.training.base import shaped
+
+    resolved = shaped(config).resolve()
     return {t: audit_step(resolved, vocab or 256, t) for t in targets}

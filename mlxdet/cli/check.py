@@ -5,6 +5,7 @@ import sys
 import click
 
 from mlxdet.cli.options import Finite, common, print_json
+from mlxdet.measure.compare import DIFFERENT, SAME, compare
 
 HOLDS = {"identical": ("identical",), "same": ("identical", "same"), "different": ("different",)}
 
@@ -14,9 +15,9 @@ HOLDS = {"identical": ("identical",), "same": ("identical", "same"), "different"
 @click.argument("b", metavar="B")
 @click.option("--expect", type=click.Choice(list(HOLDS)),
               help="Exit 1 unless this is the verdict; identical is also the same.")  # fmt: skip
-@click.option("--same", default=1e-5, show_default=True, type=Finite(0), metavar="X",
+@click.option("--same", default=SAME, show_default=True, type=Finite(0), metavar="X",
               help="Largest relFro of what counts as the same model.")  # fmt: skip
-@click.option("--different", default=0.1, show_default=True, type=Finite(0), metavar="X",
+@click.option("--different", default=DIFFERENT, show_default=True, type=Finite(0), metavar="X",
               help="Least relFro of what counts as different models.")  # fmt: skip
 @click.option("--per-tensor", is_flag=True, help="Judge by the worst tensor, not by all together.")
 @click.option("--group", metavar="REGEX",
@@ -44,8 +45,6 @@ def check(
       mlxdet check model.safetensors pytorch_model.bin --strip model. --rename head=lm_head
       mlxdet check a.npz b.npz --group 'layers\\.(\\d+)'
     """
-    from mlxdet.measure.compare import compare
-
     live = sys.stderr.isatty() and not as_json
 
     def progress(done: int, of: int) -> None:
@@ -63,11 +62,10 @@ def check(
     if as_json:
         print_json(found.as_dict() | {"expected": expect, "holds": holds})
     else:
-        from rich.console import Console
-
         from mlxdet.report.comparison import print_comparison
+        from mlxdet.report.tables import report_console
 
-        console = Console(highlight=False)
+        console = report_console()
         print_comparison(found, console, top)
         if not holds:
             console.print(f"expected {expect}: does not hold", style="bold red")

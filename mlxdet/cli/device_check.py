@@ -1,13 +1,12 @@
 """The command line of `python -m mlxdet.backends.cuda.check` and `python -m mlxdet.backends.metal.check`."""
 
-import json
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from mlxdet.errors import MlxdetError, UsageError
+from mlxdet.cli.options import Finite, check_new, write_new
+from mlxdet.errors import MlxdetError
 from mlxdet.measure.device_check import PARTS, check
 
 HELP = """Try on this machine's GPU what mlxdet says about {device}.
@@ -29,7 +28,7 @@ def command(name: str, **options: Any) -> click.Command:
     @click.command(help=HELP.format(device=name))
     @click.option("--only", "parts", type=click.Choice(PARTS), multiple=True, help="Run this part; repeatable.")
     @click.option("--quick", is_flag=True, help="A quarter of the time, fewer tries, small models; without smoke.")
-    @click.option("--minutes", type=click.FloatRange(min=0.1), default=5.0, show_default=True,
+    @click.option("--minutes", type=Finite(0.1), default=5.0, show_default=True,
                   help="Longest time it may take.")  # fmt: skip
     @click.option("--out", metavar="FILE.json", help="Write the result to this new file.")
     def run(parts: tuple[str, ...], quick: bool, minutes: float, out: str | None) -> None:
@@ -50,19 +49,11 @@ def _run(
 ) -> int:
     from mlxdet.report.device_check import show
 
-    if out is not None and Path(out).exists():
-        raise UsageError(f"--out: {out} is already there; name a new file")
-    if out is not None and not Path(out).absolute().parent.is_dir():
-        raise UsageError(f"--out: {Path(out).parent} is not a directory")
+    check_new("--out", out)
     settings = {"device": device, "parts": parts, "quick": quick, "minutes": minutes}
     result = check(**{**settings, "say": lambda text: click.echo(text, err=True), **options})
     show(result)
-    if out is not None:
-        try:
-            with open(out, "x", encoding="utf-8") as file:
-                file.write(json.dumps(result.as_dict(), indent=1) + "\n")
-        except OSError as error:
-            raise UsageError(f"--out: {out} cannot be written ({error.strerror})") from None
+    write_new("--out", out, result.as_dict())
     return 0 if result.holds else 1
 
 

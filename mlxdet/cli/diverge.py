@@ -39,11 +39,10 @@ def diverge(
     if as_json:
         print_json(found.as_dict())
     else:
-        from rich.console import Console
-
         from mlxdet.report.divergence import print_divergence
+        from mlxdet.report.tables import report_console
 
-        print_divergence(found, Console(highlight=False), top)
+        print_divergence(found, report_console(), top)
     return 0 if found.identical else 1
 
 

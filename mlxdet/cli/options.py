@@ -34,7 +34,7 @@ class SectionedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS.values())}
         for param in self.get_params(ctx):
-            shown = param.get_help_record(ctx)
+            shown = param.get_help_record(ctx) if isinstance(param, click.Option) else None  # usage shows arguments
             if shown is not None:
                 title = SECTIONS[param.section] if isinstance(param, SectionOption) else "Options"
                 groups[title].append(shown)

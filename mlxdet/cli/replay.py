@@ -1,6 +1,5 @@
 """mlxdet replay, mlxdet investigate."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,12 +8,14 @@ from typing import Any
 
 import click
 
-from mlxdet.cli.options import common, print_json
+from mlxdet.cli.options import Finite, check_new, common, print_json, write_new
 
 DETOUR = click.option(
     "--detour", type=click.IntRange(0), metavar="D",
     help="The run as it was after its D-th rollback (0: before the first). Default: as it is now.",
 )  # fmt: skip
+DATA = click.option("--data", multiple=True, metavar="PATH", help="Where the run's text lies now, if it was moved.")
+TOKENIZER = click.option("--tokenizer", metavar="FILE", help="Where its tokenizer lies now, if it was moved.")
 TOP = click.option("--top", default=8, show_default=True, type=click.IntRange(0), metavar="N",
                    help="Show this many rows of a table; 0 shows all.")  # fmt: skip
 STEP = click.option("--step", required=True, type=click.IntRange(1), metavar="N", help="The step, from 1.")
@@ -29,12 +30,14 @@ STEP = click.option("--step", required=True, type=click.IntRange(1), metavar="N"
 @click.option("--kernels", type=click.Choice(["deterministic", "default"]), help="Run step N with these kernels too.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Run step N in this type too.")
 @DETOUR
+@DATA
+@TOKENIZER
 @click.option("--trace", metavar="FILE", help="Write what --json prints to FILE, which must not exist.")
 @TOP
 @common
 def replay(
     path: str, step: int, start: int | None, device: str | None, kernels: str | None, dtype: str | None,
-    detour: int | None, trace: str | None, top: int, as_json: bool,
+    detour: int | None, data: tuple[str, ...], tokenizer: str | None, trace: str | None, top: int, as_json: bool,
 ) -> int:  # fmt: skip
     """Run a run again up to step N: is every logged bit the same? Then look into step N.
 
@@ -51,14 +54,13 @@ def replay(
       mlxdet replay runs/book --step 4218 --dtype float32 --trace step-4218.json
     """
     from mlxdet.measure.replay import replay as measure
-    from mlxdet.training.run import Run
 
-    run = Run(path)
+    run = _opened(path, data, tokenizer)
     _check_free(trace, run.path, "--trace")
     with _progress(as_json) as say:
         found = measure(run, step, start=start, branch=detour, substrates=_substrates(run, device, kernels, dtype),
                         watcher=lambda s, last: say(f"step {s} of {last}"))  # fmt: skip
-    _write(trace, found, "--trace")
+    write_new("--trace", trace, found.as_dict())
     if as_json:
         print_json(found.as_dict())
     else:
@@ -77,15 +79,17 @@ def replay(
               help="Train a model of another init seed for so many steps at most; 0: none.")  # fmt: skip
 @click.option("--spike-window", "window", type=click.IntRange(20), metavar="N",
               help="Steps looked back on. Default: the run's.")  # fmt: skip
-@click.option("--spike-factor", "factor", type=click.FloatRange(1.0, 1e6), metavar="X",
+@click.option("--spike-factor", "factor", type=Finite(1.0, 1e6), metavar="X",
               help="Robust deviations above the median that make a spike. Default: the run's.")  # fmt: skip
 @DETOUR
+@DATA
+@TOKENIZER
 @click.option("--report", metavar="FILE", help="Write what --json prints to FILE, which must not exist.")
 @TOP
 @common
 def investigate(
     path: str, step: int, controls: int, sibling: int, window: int | None, factor: float | None, detour: int | None,
-    report: str | None, top: int, as_json: bool,
+    data: tuple[str, ...], tokenizer: str | None, report: str | None, top: int, as_json: bool,
 ) -> int:  # fmt: skip
     """Find out why step N spiked: the data, the state, both, or the machine.
 
@@ -106,18 +110,14 @@ def investigate(
     Example:
       mlxdet investigate runs/book --step 4218
     """
-    from mlxdet.errors import UsageError
     from mlxdet.measure.investigate import investigate as measure
-    from mlxdet.training.run import Run
 
-    if factor is not None and factor != factor:  # a range lets it through
-        raise UsageError("--spike-factor: nan is not a number")
-    run = Run(path)
+    run = _opened(path, data, tokenizer)
     _check_free(report, run.path, "--report")
     with _progress(as_json) as say:
         found = measure(run, step, branch=detour, controls=controls, sibling=sibling, window=window, factor=factor,
                         watcher=say)  # fmt: skip
-    _write(report, found, "--report")
+    write_new("--report", report, found.as_dict())
     if as_json:
         print_json(found.as_dict())
     else:
@@ -125,6 +125,16 @@ def investigate(
 
         print_investigation(found, _console(), top)
     return 0 if found.verdict == "no spike" else 1
+
+
+def _opened(path: str, data: tuple[str, ...], tokenizer: str | None) -> Any:
+    """Return the run; its text and tokenizer are looked for where they lie now, and must still be the same."""
+    from mlxdet.training.run import Run
+
+    run = Run(path)
+    moved = {k: v for k, v in (("data", data), ("tokenizer", tokenizer)) if v}
+    run.config = run.config.replace(**moved)
+    return run
 
 
 def _substrates(run: Any, device: str | None, kernels: str | None, dtype: str | None) -> list[Any]:
@@ -143,33 +153,15 @@ def _check_free(file: str | None, run: Path, option: str) -> None:
     """Refuse, before anything is computed, a file that is there or lies in the run."""
     from mlxdet.errors import UsageError
 
-    if file is None:
-        return
-    path = Path(file)
-    if path.exists() or path.is_symlink():
-        raise UsageError(f"{option}: {file} is already there; choose another name")
-    if run.resolve() in path.resolve().parents:
+    check_new(option, file)
+    if file is not None and run.resolve() in Path(file).resolve().parents:
         raise UsageError(f"{option}: {file} lies in the run, which is only read; choose a place beside it")
-    if not path.parent.is_dir():
-        raise UsageError(f"{option}: {path.parent} is not a directory")
-
-
-def _write(file: str | None, found: Any, option: str) -> None:
-    from mlxdet.errors import Fault
-
-    if file is not None:
-        try:
-            with open(file, "x", encoding="utf-8") as out:
-                json.dump(found.as_dict(), out, indent=1, allow_nan=False)
-                out.write("\n")
-        except OSError as error:
-            raise Fault(f"{option}: {file} cannot be written ({error.strerror})") from None
 
 
 def _console() -> Any:
-    from rich.console import Console
+    from mlxdet.report.tables import report_console
 
-    return Console(highlight=False)
+    return report_console()
 
 
 @contextmanager

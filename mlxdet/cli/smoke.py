@@ -1,9 +1,5 @@
 """mlxdet smoke, and the hidden verb it repeats a step with."""
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import click
 
 from mlxdet.cli.options import common, print_json
@@ -25,25 +21,15 @@ def smoke(device: str, keep: str | None, as_json: bool) -> int:
     Example:
       mlxdet smoke
     """
-    from mlxdet.errors import UsageError
+    from mlxdet.measure.commands import outputs
     from mlxdet.measure.smoke import smoke as run_checks
 
-    if keep is None:
-        where = Path(tempfile.mkdtemp(prefix="mlxdet-smoke-"))
-    else:
-        where = Path(keep)
-        if where.exists():
-            raise UsageError(f"--keep: {keep} is already there; name a new directory")
-        where.mkdir(parents=True)
     checks = []
-    try:
+    with outputs(keep) as where:
         for check in run_checks(where, device):
             checks.append(check)
             if not as_json:
                 click.echo(check.text if check.holds else f"{check.text}   <-- does not hold")
-    finally:
-        if keep is None:
-            shutil.rmtree(where, ignore_errors=True)
     failed = [check.name for check in checks if not check.holds]
     if as_json:
         print_json({"holds": not failed, "failed": failed, "checks": [check.as_dict() for check in checks]})

@@ -1,6 +1,5 @@
 """mlxdet train, mlxdet resume, mlxdet fork."""
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,7 +17,7 @@ from mlxdet.cli.options import SectionedCommand, build_config, common, config_op
 def train(
     file: str | None, out: str | None, overwrite: bool, print_config: bool, as_json: bool, **options: Any
 ) -> int | None:
-    """Train a GPT on text: same seed, same bits.
+    """Train a GPT on text, or tune a trained one on conversations or preferences: same seed, same bits.
 
     With no options it trains the preset `tiny` on an English text that comes with Python.
 
@@ -26,12 +25,15 @@ def train(
     Examples:
       mlxdet train --data book.txt --preset nano --steps 500 --seed 7 --out runs/book
       mlxdet train --config book.toml --seed 8 --out runs/book-8
+      mlxdet train --objective sft --data chats.jsonl --from runs/book --out runs/chat
+      mlxdet train --objective dpo --data pairs.jsonl --from runs/chat --lora-rank 8 --out runs/pairs
     """
     config = build_config(file, options)
     if print_config:
         from mlxdet.config import to_toml
+        from mlxdet.training.base import shaped
 
-        resolved = config.resolve()
+        resolved = shaped(config).resolve()
         print_json(resolved.as_dict()) if as_json else click.echo(to_toml(resolved))
         return 0
     from mlxdet.report.progress import listener
@@ -100,6 +102,8 @@ def _finish(run: Any, as_json: bool) -> int:
     elif run.stopped == "interrupted":
         click.echo(f"Interrupted and saved at step {result['step']}. Go on with: mlxdet resume {run.path}")
     else:
-        model = Path(run.path) / "checkpoints" / f"{result['step']:08d}" / "model.safetensors"
+        from mlxdet.training import checkpoint
+
+        model = checkpoint.directory(run.checkpoints, result["step"]) / checkpoint.MODEL
         click.echo(f"Done: {model}\n  sha256 {result['model_sha256']}")
     return 130 if run.stopped == "interrupted" else 0

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mlxdet.cli.options import Finite, SectionedCommand, common, config_options, given, print_json
+from mlxdet.measure.compare import DIFFERENT, SAME
 
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -18,7 +19,7 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--timeout", type=Finite(0, min_open=True), metavar="SECONDS",
                      help="End a run that takes longer."),
         click.option("--only", multiple=True, metavar="GLOB", help="Look only at these paths below {out}; repeatable."),
-        click.option("--tol", default=1e-5, show_default=True, type=Finite(0),
+        click.option("--tol", default=SAME, show_default=True, type=Finite(0), metavar="X",
                      help="Largest relFro of two runs of the command."),
     ):  # fmt: skip
         command = option(command)
@@ -29,7 +30,7 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--reps", default=2, show_default=True, type=click.IntRange(2), metavar="N",
               help="Repetitions with nothing perturbed.")  # fmt: skip
 @click.option("--different", metavar="'COMMAND'", help="The command with another seed, in one string: it must differ.")
-@click.option("--min-different", default=0.1, show_default=True, type=Finite(0, min_open=True),
+@click.option("--min-different", default=DIFFERENT, show_default=True, type=Finite(0, min_open=True), metavar="X",
               help="Least relFro that --different must reach.")  # fmt: skip
 @click.option("--perturb", multiple=True, is_flag=False, flag_value="all", metavar="[KINDS]",
               help="Also run with what must not matter changed: hash, threads, schedule, locale (commas), all, or "
@@ -65,11 +66,10 @@ def twin(command: tuple[str, ...], different: str | None, files: bool, as_json: 
     if as_json:
         print_json(result.as_dict())
     else:
-        from rich.console import Console
-
+        from mlxdet.report.tables import report_console
         from mlxdet.report.twin import print_twin
 
-        print_twin(result, Console(highlight=False))
+        print_twin(result, report_console())
     return 0 if result.holds else 1
 
 
@@ -143,11 +143,10 @@ def ladder(
     if as_json:
         print_json(result.as_dict())
     else:
-        from rich.console import Console
-
+        from mlxdet.report.tables import report_console
         from mlxdet.report.twin import print_ladder
 
-        print_ladder(result, Console(highlight=False))
+        print_ladder(result, report_console())
     return 0 if result.holds else 1
 
 

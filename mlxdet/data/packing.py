@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlxdet.data.cache import width
-from mlxdet.data.order import permuted
+from mlxdet.data.order import permuted, windows
 from mlxdet.data.records import RecordCorpus
 from mlxdet.data.templates import Tokens
 from mlxdet.errors import UsageError
@@ -51,6 +51,7 @@ class RecordBatch:
     rows: np.ndarray  # int64 (n,): rows of the corpus, for `where`, in the order of the lines
     spans: np.ndarray  # int64 (n * sides, 3): line of tokens.reshape(-1, L + 1), first token, token after the last
     digest: str  # 16 hex: BLAKE2b-8 of rows, spans, tokens (little-endian, as narrow as the vocabulary allows), scored
+    reference: np.ndarray | None = None  # dpo: float32 (accumulation, lines), added by training/reference.py
 
 
 class Lines(NamedTuple):
@@ -145,11 +146,17 @@ class RecordBatches:
             body = np.concatenate([whole.ravel(), body[steps * size :]])
         return np.concatenate([order[:head], body])
 
-    def samples(self, step: int) -> list[list[int]]:
-        """Return the samples in each window of `step` (from 1): lists of one where rows are padded."""
+    def samples(self, step: int, detour: int = 0) -> list[list[int]]:
+        """Return the samples in each window of `step` (from 1): lists of one where rows are padded.
+
+        A detour (from 1; training/detours.py) reads other rows: random ones, each in a window of its own.
+        """
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
         n, size = self.epoch_windows, self.batch_size * self.accumulation
+        if detour:
+            key = stream(self.data_seed, "detour", step, detour)
+            return [[i] for i in windows(np.array([key], np.uint64), size, self.train_rows)[0].tolist()]
         found = []
         for g in range((step - 1) * size, step * size):
             epoch, index = divmod(g, n)
@@ -157,15 +164,15 @@ class RecordBatches:
             found.append(plan.samples[plan.starts[index] : plan.starts[index + 1]].tolist())
         return found
 
-    def rows(self, step: int) -> np.ndarray:
+    def rows(self, step: int, detour: int = 0) -> np.ndarray:
         """Return the rows of the corpus that `step` reads, int64 (n,), as in its batch, without reading them."""
-        return self.corpus.kept[[i for window in self.samples(step) for i in window]]
+        return self.corpus.kept[[i for window in self.samples(step, detour) for i in window]]
 
-    def batch(self, step: int) -> RecordBatch:
+    def batch(self, step: int, detour: int = 0) -> RecordBatch:
         """Return the batch that trains `step` (from 1). Thread-safe, and the same whatever was asked before."""
-        windows = self.samples(step)
-        lines = self._lines(windows, self.batch_size, self.context if self.packing else 0)
-        rows = self.corpus.kept[[i for window in windows for i in window]]
+        samples = self.samples(step, detour)
+        lines = self._lines(samples, self.batch_size, self.context if self.packing else 0)
+        rows = self.corpus.kept[[i for window in samples for i in window]]
         digest = hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=8)
         digest.update(lines.spans.astype("<i8").tobytes())
         digest.update(lines.tokens.astype(width(self.corpus.vocab_size)).tobytes() + lines.scored.tobytes())
@@ -211,6 +218,29 @@ class RecordBatches:
             for window in samples[start : start + group]
         ]
         return lay_out(lines, length or bucket(longest - 1, self.context))
+
+
+class Piece(NamedTuple):
+    """A row where it stands in a batch: tokens start to stop - 1 of a line of tokens.reshape(-1, L + 1)."""
+
+    row: int  # of the corpus
+    side: str  # of a pair: "chosen" or "rejected"
+    line: int
+    start: int
+    stop: int
+
+
+def pieces(batch: RecordBatch) -> list[Piece]:
+    """Return the rows of a batch in the order of its lines."""
+    lines = batch.tokens.shape[1]
+    if len(batch.spans) == len(batch.rows):
+        return [Piece(int(row), "", *span) for row, span in zip(batch.rows, batch.spans.tolist(), strict=True)]
+    pairs, found = lines // 2, []
+    for line, start, stop in batch.spans.tolist():
+        group, within = divmod(line, lines)
+        side = "rejected" if within >= pairs else "chosen"
+        found.append(Piece(int(batch.rows[group * pairs + within % pairs]), side, line, start, stop))
+    return found
 
 
 def lay_out(lines: Sequence[Sequence[Tokens]], length: int) -> Lines:

@@ -19,6 +19,16 @@ def quote(name: object) -> str:
     return text if len(text) <= 100 else f"{text[:80]}...{text[-12:]}"
 
 
+def bare(name: object) -> str:
+    """Return `name` as `quote` does, without the quotation marks."""
+    return quote(name if isinstance(name, str) else str(name))[1:-1]
+
+
+def escape(text: str) -> str:
+    """Return `text` on one line, with everything escaped that a terminal would obey instead of showing."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _huge(value: object) -> bool:
     return isinstance(value, int) and value.bit_length() > 256  # Python refuses to print integers of many digits
 

@@ -15,11 +15,13 @@ from mlxdet.training.provenance import environment_differences, flat
 
 # Settings that reach nothing but the rows of a batch, and nothing but the learning rate. Rows, batches and learning
 # rates are logged at each step, so if these are equal such a setting has had no effect up to there.
-ROWS = {"order", "val_fraction", "batch", "accumulation", "context", "data_seed"}
+ROWS = {"order", "val_fraction", "batch", "accumulation", "context", "data_seed", "packing"}
 VALIDATED = {"val_fraction", "batch", "context"}  # of these, what also reaches the validation
 SCHEDULE = {"steps", "schedule", "max_lr", "min_lr", "warmup", "decay_steps", "decay_shape"}
 DATA_STAGES = ("rows", "batch")
-DERIVED = {"format", "recipe", "argv", "train_tokens", "val_tokens", "parameters"}  # of the manifest, from the rest
+# Of the manifest: what follows from the rest. Of a base its digest counts, not where it came from.
+DERIVED = {"format", "recipe", "argv", "train_tokens", "val_tokens", "train_rows", "val_rows", "parameters",
+           "trainable", "base"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def causes(a: dict[str, Any], b: dict[str, Any]) -> list[Cause]:
         (x.get("forked") or {}).get("recipe") == y.get("recipe") and "forked" not in y for x, y in ((a, b), (b, a))
     )
     left = DERIVED | {"config", "corpus", "code", "environment"} | ({"forked"} if kin else set())
+    one, other = ((m.get("base") or {}).get("digest") for m in (a, b))
+    found += [Cause("manifest", "base.digest", one, other, True)] if one != other else []
     for name in sorted((a.keys() | b.keys()) - left):
         x, y = flat(a.get(name), name), flat(b.get(name), name)
         found += [Cause("manifest", k, p, q, True) for k, p, q in _differing(x, y)]
@@ -97,7 +101,7 @@ def _config(a: dict[str, Any], b: dict[str, Any]) -> list[Cause]:
             seeds.setdefault((p, q), []).append(name)  # --seed is followed by those that were not given
     found = [Cause("seed", ", ".join(names), p, q, True) for (p, q), names in seeds.items()]
     return found + [
-        Cause("config", name, p, q, any(_decides(m["config"], name) for m in (a, b)))
+        Cause("config", name, p, q, name != "base" and any(_decides(m["config"], name) for m in (a, b)))
         for name, p, q in differ
         if name not in SEEDS
     ]

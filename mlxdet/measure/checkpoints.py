@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxdet.formats import Checkpoint, FormatError, open_checkpoint
+from mlxdet.formats.source import bare
 from mlxdet.measure.compare import Comparison, TensorDifference, compare
-from mlxdet.measure.parting import First, bare
+from mlxdet.measure.parting import First
 from mlxdet.training import checkpoint
 
 PREFIX = "optimizer."  # of the optimizer's tensors in an opened checkpoint

@@ -10,22 +10,38 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mlxdet.errors import Fault, UsageError
 from mlxdet.formats import Checkpoint, open_checkpoint, sharded
 from mlxdet.formats import run as runs
 from mlxdet.formats.detect import identify
-from mlxdet.formats.source import Source, quote
+from mlxdet.formats.source import Source, escape, quote
 from mlxdet.measure.values import INTEGERS
 
 OUT = "{out}"
 GRACE = 10.0  # seconds a process has after SIGTERM to save and go, before it is killed
 # The files of a run of mlxdet that equal runs need not have equal.
 PASSING = {"run.json", "timing.jsonl", "events.jsonl", ".lock"}
+
+
+@contextmanager
+def outputs(keep: str | Path | None) -> Iterator[Path]:
+    """Yield the directory for outputs: the new directory `keep`, or a temporary one that is removed at the end."""
+    if keep is None:
+        with TemporaryDirectory(prefix="mlxdet-", ignore_cleanup_errors=True) as directory:
+            yield Path(directory)
+        return
+    path = Path(keep)
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--keep: {keep} cannot be made ({error.strerror}); name a new directory") from None
+    yield path
 
 
 def check_command(command: Sequence[str], what: str) -> None:
@@ -109,7 +125,7 @@ def _last(said: Path, lines: int = 8) -> str:
         text = file.read().decode("utf-8", "replace").strip().splitlines()[-lines:]
     if not text:
         return "; it said nothing"
-    shown = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line.replace("\t", " "))[:300] for line in text]
+    shown = [escape(line.replace("\t", " "))[:300] for line in text]
     return "; its last lines:" + "".join(f"\n  {line}" for line in shown)
 
 

@@ -10,7 +10,6 @@ integers differ are not the same. Where there are no floats, integers are all th
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +17,12 @@ from typing import Any
 from mlxdet.errors import UsageError
 from mlxdet.formats import Checkpoint, Tensor, open_checkpoint
 from mlxdet.formats.source import quote
+from mlxdet.measure.names import Naming, grouping, pattern
 from mlxdet.measure.numbers import Numbers, if_identical, measure, total
 from mlxdet.measure.trees import from_tree
 from mlxdet.measure.values import INTEGERS
 
 SAME, DIFFERENT = 1e-5, 0.1
-VERDICTS = ("identical", "same", "different", "unclear")
 
 
 @dataclass(frozen=True)
@@ -200,10 +199,10 @@ def compare(
     """
     if not 0 <= same <= different:
         raise UsageError(f"the thresholds must be 0 <= same <= different, not {same:g} and {different:g}")
-    find_group = _grouping(group)
-    keep = _pattern("--only", only) if only else None
+    find_group = grouping(group)
+    keep = pattern("--only", only) if only else None
     one, two = _opened(a, "a"), _opened(b, "b")
-    naming = _Naming([strip] if isinstance(strip, str) else list(strip), list(rename))
+    naming = Naming([strip] if isinstance(strip, str) else list(strip), list(rename))
     names_a, names_b = naming.of(one), naming.of(two)
     naming.check()
     if keep is not None:
@@ -286,44 +285,6 @@ def _opened(source: Comparable, side: str) -> Checkpoint:
     return open_checkpoint(source) if isinstance(source, (str, os.PathLike)) else from_tree(source, f"tree {side}")
 
 
-class _Naming:
-    """Maps the names of both sides, and notices mappings that fit nothing and names that collide."""
-
-    def __init__(self, strip: Sequence[str], rename: Sequence[tuple[str, str]]):
-        self.strip, self.rename = strip, rename
-        self.unused = {("--strip", s) for s in strip} | {("--rename", f"{old}={new}") for old, new in rename}
-
-    def of(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """Return {name to compare under: name in the checkpoint}. Raises UsageError if two names become one."""
-        names: dict[str, str] = {}
-        for original in checkpoint.tensors:
-            name = self._mapped(original)
-            if name in names:
-                raise UsageError(
-                    f"{checkpoint.path}: {quote(names[name])} and {quote(original)} would both be called "
-                    f"{quote(name)}; change --strip or --rename"
-                )
-            names[name] = original
-        return names
-
-    def check(self) -> None:
-        for option, value in sorted(self.unused):
-            raise UsageError(f"{option} {value}: no tensor of either side has such a name")
-
-    def _mapped(self, name: str) -> str:
-        for prefix in self.strip:
-            if name.startswith(prefix) and name != prefix:
-                self.unused.discard(("--strip", prefix))
-                name = name[len(prefix) :]
-                break
-        for old, new in self.rename:
-            whole, within = name == old, name.startswith(old if old.endswith(".") else old + ".")
-            if whole or within:
-                self.unused.discard(("--rename", f"{old}={new}"))
-                return new + name[len(old) :]
-        return name
-
-
 def _tied(
     one: Checkpoint, two: Checkpoint, names_a: dict[str, str], names_b: dict[str, str]
 ) -> tuple[list[str], set[str]]:
@@ -360,33 +321,3 @@ def _notes(one: Checkpoint, two: Checkpoint) -> list[str]:
         shown = ", ".join(quote(k) for k in differing[:8]) + (", ..." if len(differing) > 8 else "")
         notes.append(f"metadata differs in {len(differing)} of {len(x.keys() | y.keys())} fields: {shown}")
     return notes
-
-
-def _pattern(option: str, text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as problem:
-        raise UsageError(f"{option} {text!r} is not a regular expression: {problem}") from None
-
-
-def _grouping(expression: str | None) -> Callable[[str], str]:
-    if expression is None:
-        return module_path
-    pattern = _pattern("--group", expression)
-
-    def group(name: str) -> str:
-        match = pattern.search(name)
-        if match is None:
-            return "(other)"
-        return (match.group(1) if pattern.groups else match.group()) or "(other)"
-
-    return group
-
-
-def module_path(name: str) -> str:
-    """Return the module of a tensor: its name up to the first number, or less its last part if there is none."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: i + 1])
-    return ".".join(parts[:-1]) or name

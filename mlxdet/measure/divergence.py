@@ -14,27 +14,18 @@ from typing import Any
 
 from mlxdet.errors import UsageError
 from mlxdet.formats import FormatError
-from mlxdet.formats.source import quote
+from mlxdet.formats.source import bare, quote
 from mlxdet.measure.causes import Cause, causes
 from mlxdet.measure.checkpoints import LABELS, CheckpointPair, pair, read_logged, read_moved, seen_before, spell
 from mlxdet.measure.lines import Number, Records
-from mlxdet.measure.parting import (
-    First,
-    bare,
-    extent,
-    first_logged,
-    length,
-    number,
-    opening,
-    remarks,
-    require_something,
-)
+from mlxdet.measure.parting import First, extent, first_logged, length, number, opening, remarks, require_something
 from mlxdet.measure.records import RecordComparison, compare_records
 from mlxdet.training import checkpoint
 from mlxdet.training.run import EVENTS, MANIFEST, METRICS, VALIDATION
 
 # Fields of metrics.jsonl -> the stage they belong to, in the order of the computation. Any others come after these.
-STAGE_OF = {"rows": "rows", "batch": "batch", "tokens": "batch", "loss": "loss", "loss_hex": "loss",
+STAGE_OF = {"rows": "rows", "batch": "batch", "tokens": "batch", "scored": "batch", "loss": "loss", "loss_hex": "loss",
+            "reward_chosen": "loss", "reward_rejected": "loss", "margin": "loss", "accuracy": "loss",
             "grad_norm": "grad_norm", "lr": "lr", "skipped": "skipped"}  # fmt: skip
 # What the records of a run leave out where it is this: a rollback numbers the steps that it takes anew, a detour.
 ABSENT = {"detour": Number("0"), "skipped": False}

@@ -1,6 +1,5 @@
 """What a run logged, step by step, as the run is now or as it was before a rollback. Reads; does not import MLX."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from mlxdet.errors import UsageError
 from mlxdet.training.detours import Detour
-from mlxdet.training.run import EVENTS, METRICS, Run, timeline
+from mlxdet.training.run import EVENTS, METRICS, Run, lines, timeline
 
 
 @dataclass(frozen=True)
@@ -42,21 +41,16 @@ class History:
 
 def history(run: Run, branch: int | None = None) -> History:
     """Return the history of `run` on `branch` (default: the newest). Raises UsageError, with the line, on a bad log."""
-    events = lines(run.path / EVENTS)
-    every = {e["detour"]: Detour(e["step"], e["to"]) for e in events if e["event"] == "rollback"}
+    logged = lines(run.path / METRICS)
+    every = run.rollbacks(logged)
     if branch is not None and not 0 <= branch <= len(every):
         raise UsageError(f"--detour: {branch} is not one of this run's; it has had {len(every)} rollbacks")
     chosen = len(every) if branch is None else branch
-    logged = lines(run.path / METRICS)
-    for r in logged:
-        if r.get("detour", 0) not in (0, *every):
-            raise UsageError(f"{run.path / METRICS}: step {r['step']} is of a rollback that {EVENTS} does not have")
     kept = timeline(r for r in logged if r.get("detour", 0) <= chosen)
     records = {r["step"]: r for r in kept}
-    now = 0
-    for e in events:
-        now = e["detour"] if e["event"] == "rollback" else now
-        if now == chosen and e["event"] in ("non-finite", "spike") and e["step"] == max(records, default=0) + 1:
+    for e in lines(run.path / EVENTS):
+        own = e["event"] in ("non-finite", "spike") and e.get("detour", 0) == chosen
+        if own and e["step"] == max(records, default=0) + 1:
             stopped = {"loss": float(e["loss"]), "grad_norm": float(e["grad_norm"])}
             if not all(map(math.isfinite, stopped.values())):
                 records[e["step"]] = {"step": e["step"], **stopped, "rows": e["rows"]}
@@ -64,26 +58,6 @@ def history(run: Run, branch: int | None = None) -> History:
     # A detour has begun when a step of it is logged.
     begun = max((r.get("detour", 0) for r in records.values()), default=0)
     return History(run.path, records, tuple(every[n] for n in range(1, begun + 1)))
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of one of a run's logs; an unfinished last line is left out, no file has no lines."""
-    found = []
-    try:
-        texts = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    for number, text in enumerate(texts, 1):
-        try:
-            record = json.loads(text)
-            int(record["step"]), record.get("event", "")
-            float(record.get("loss", 0.0)), float(record.get("grad_norm", 0.0))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise UsageError(f"{path}:{number}: not a line of this log; the file was changed") from None
-        found.append(record)
-    return found
 
 
 def spelled(value: Any) -> Any:

@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mlxdet.config import tuned
+from mlxdet.data.batches import Batch
 from mlxdet.errors import UsageError
 from mlxdet.measure.replay import Again, Replayer
 from mlxdet.measure.substrate import Substrate, on_substrate
 from mlxdet.measure.verdict import REPEATS, Investigation, against, conclude, unlike
 from mlxdet.seeds import stream
-from mlxdet.training.corpora import text_batches
+from mlxdet.training.corpora import batches_of
 from mlxdet.training.run import Run
 from mlxdet.training.spikes import MINIMUM, Detector, Limits
 
 if TYPE_CHECKING:
-    from mlxdet.data.batches import Batch
+    from mlxdet.measure.probe import Figure
     from mlxdet.training.step import State
 
 CONTROLS = 24  # other batches
@@ -56,6 +58,11 @@ def investigate(
     rule = run.config.optim
     if controls < MINIMUM:
         raise UsageError(f"--controls: {controls} is too few for a median and a deviation; at least {MINIMUM}")
+    if tuned(run.config):
+        raise UsageError(
+            f"{run.path}: investigate is for new models on text; `mlxdet replay {run.path} --step {step}` looks into "
+            f"the step of any run"
+        )
     replayer = Replayer(run, branch)
     logged = replayer.history.require(step)
     from mlxdet.measure.probe import judged
@@ -107,12 +114,12 @@ class _Work:
         from mlxdet.measure.probe import judged
 
         found, replayer = self.found, self.replayer
-        state = replayer.state(self.step)
+        self.start = state = replayer.state(self.step)
         found.start = state.step
-        back = max(0, self.step - 1 - self._back())
-        self.early: State | None = None if state.step > back else state
+        self.back = max(replayer.earliest, self.step - 1 - min(LOOKBACK, self.step // 2))
+        self.early: State | None = None if state.step > self.back else state
         for done in replayer.walk(state, self.step, lambda s, n: self.say(f"replay: step {s} of {n}")):
-            if done.before.step <= back and self.early is not None:
+            if done.before.step <= self.back and self.early is not None:
                 self.early = done.before
             if done.differs and found.first_difference is None:
                 found.first_difference = (done.batch.step, *done.differs[0])
@@ -121,15 +128,13 @@ class _Work:
         found.repeats_identical = sum(str(a) == str(done.found) for a in again)  # as text, NaN equals NaN
         return done
 
-    def _back(self) -> int:
-        return min(LOOKBACK, (self.step - 1) // 2)
-
     def experiments(self, done: Again, controls: int, sibling: int) -> None:
         """Do all that needs the state before the step."""
         from mlxdet.measure.probe import compare_in, leave_out
         from mlxdet.measure.steptrace import rows_of, trace_step
 
         found, batch, state = self.found, done.batch, done.before
+        assert isinstance(batch, Batch)  # of text: see `investigate`
         if self.early is None:
             self._lineage()
         assert self.early is not None
@@ -137,11 +142,10 @@ class _Work:
         trace = trace_step(self.replayer.step_fn, state, batch)
         found.rows = rows_of(batch, trace.token_losses, self.replayer.corpus)
         self._grown(trace, self.early, batch)
-        for name, other in (
-            ("before the step", state),
-            (f"{state.step - self.early.step} steps earlier", self.early),
-            ("another init seed", self._sibling(min(sibling, self.step - 1))),
-        ):
+        before = state.step - self.early.step
+        states: list[tuple[str, State | None]] = [("before the step", state)]
+        states += [(f"{before} step{'s' if before > 1 else ''} earlier", self.early)] if before else []
+        for name, other in (*states, ("another init seed", self._sibling(min(sibling, self.step - 1)))):
             if other is not None:
                 self.say(f"other batches: {name}")
                 found.places.append(compare_in(self.probe, name, other, batch, others, self.log))
@@ -159,10 +163,10 @@ class _Work:
             row = on_substrate(where, self.replayer.run, self.replayer.backend, state, batch, self.replayer.corpus)
             found.substrates.append(self._on(where, row, row["note"]))
 
-    def _others(self, count: int) -> "list[Batch]":
+    def _others(self, count: int) -> list[Any]:
         """Return batches of a data seed of their own, as if they were the step's."""
         seed = stream(self.config.seeds.data_seed or 0, "investigate")
-        source = text_batches(self.config.replace(data_seed=seed), self.replayer.corpus)
+        source = batches_of(self.config.replace(data_seed=seed), self.replayer.corpus)
         return [replace(source.batch(i), step=self.step) for i in range(1, count + 1)]
 
     def _sibling(self, steps: int) -> "State | None":
@@ -174,7 +178,7 @@ class _Work:
         seed = stream(self.config.seeds.init_seed or 0, "sibling")
         config = self.config.replace(init_seed=seed, data_seed=seed)
         source, step_fn = (
-            text_batches(config, self.replayer.corpus),
+            batches_of(config, self.replayer.corpus),
             TrainStep(config, self.replayer.corpus.vocab_size, self.replayer.backend),
         )
         state = initial_state(config, self.replayer.corpus.vocab_size)
@@ -188,47 +192,65 @@ class _Work:
     def _lineage(self) -> None:
         """Go to the nearest checkpoint from one before it: is it what those steps lead to?"""
         replayer, start = self.replayer, self.found.start
-        back = self.step - 1 - self._back()
-        state = replayer.state(back + 1)
+        state = replayer.state(self.back + 1)
         first = None
         self.early = state
         for done in replayer.walk(state, start, lambda s, n: self.say(f"lineage: step {s} of {n}")):
-            if done.after.step <= back:
+            if done.after.step <= self.back:
                 self.early = done.after
             if done.differs and first is None:
                 first = (done.batch.step, *done.differs[0])
-        moved = _moved(done.after, replayer.state(start + 1, start))
+        moved = _moved(done.after, self.start)
         self.found.lineage = {"from": state.step, "to": start, "moved": moved, "first_difference": first}
 
-    def _together(self, state: "State", batch: "Batch") -> None:
-        """Leave out the most telling rows together, one more each time, until the spike is gone; at most half."""
+    def _together(self, state: "State", batch: Batch) -> None:
+        """Leave out the most telling rows together, one more each time, until the spike is gone; at most half.
+
+        Of a large batch few rows were left out one at a time: after those come the others, the largest loss first.
+        """
         from mlxdet.measure.probe import Without, judged
 
-        single = [w for w in self.found.without if len(w.rows) == 1]
+        single = [w.rows[0] for w in self.found.without if len(w.rows) == 1]
+        ordered = [*single, *(r["row"] for r in self.found.rows if r["row"] not in single)]
         for count in range(1, len(batch.rows) // 2 + 1):
-            rows = tuple(w.rows[0] for w in single[:count])
-            if len(rows) < count:
-                return
-            figure = single[0].figure if count == 1 else judged(self.log, *self.probe.measure(state, batch, rows))
+            rows = tuple(ordered[:count])
+            figure = judged(self.log, *self.probe.measure(state, batch, rows))
             if figure.reason is None:
+                if count > 1:  # some of them may only have come before those that matter
+                    rows, figure = self._needed(state, batch, rows, figure)
                 self.found.together = Without(rows, figure)
                 return
 
-    def _learning_rates(self, batch: "Batch") -> None:
+    def _needed(
+        self, state: "State", batch: Batch, rows: tuple[int, ...], figure: "Figure"
+    ) -> "tuple[tuple[int, ...], Figure]":
+        """Return `rows` without those whose absence makes no difference to there being a spike."""
+        from mlxdet.measure.probe import judged
+
+        for row in rows:
+            fewer = tuple(r for r in rows if r != row)
+            tried = judged(self.log, *self.probe.measure(state, batch, fewer))
+            if tried.reason is None:
+                rows, figure = fewer, tried
+        return rows, figure
+
+    def _learning_rates(self, batch: Batch) -> None:
         """Train the steps before again at half the learning rate, and less until the spike is gone."""
         from mlxdet.measure.probe import judged
         from mlxdet.training.step import TrainStep
 
         o = self.config.optim
         assert o.min_lr is not None and self.early is not None
+        if self.early.step == self.step - 1:
+            return  # there are no steps before
         for share in (0.5, 0.25, 0.125):
             config = self.config.replace(max_lr=o.max_lr * share, min_lr=o.min_lr * share)
             step_fn = TrainStep(config, self.replayer.corpus.vocab_size, self.replayer.backend)
             state, finite = self.early, True
             while state.step < self.step - 1 and finite:
                 self.say(f"learning rate x {share}: step {state.step + 1} of {self.step - 1}")
-                after, outcome = step_fn(state, self.replayer.batch(state))
-                state, finite = self.replayer.placed(after), bool(outcome.applied.item())
+                _, state, outcome = self.replayer.take(state, step_fn)
+                finite = bool(np.isfinite(outcome.loss.item()) and np.isfinite(outcome.grad_norm.item()))
             figure = judged(self.log, *self.probe.measure(state, batch))
             self.found.learning_rates.append({"share": share, "from": self.early.step, **asdict(figure)})
             if figure.reason is None:
@@ -239,7 +261,7 @@ class _Work:
 
         return where.row(row, note) | asdict(judged(self.log, row["loss"], row["grad_norm"]))
 
-    def _grown(self, trace: Any, early: "State", batch: "Batch") -> None:
+    def _grown(self, trace: Any, early: "State", batch: Batch) -> None:
         """Compare layers and tensors with those of the earlier state on the same batch, the most grown first."""
         from mlxdet.measure.steptrace import trace_step
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxdet.errors import UsageError
-from mlxdet.measure.commands import OUT, Written, check_command, run, written
-from mlxdet.measure.compare import TensorDifference
+from mlxdet.measure.commands import OUT, Written, check_command, outputs, run, written
+from mlxdet.measure.compare import SAME, TensorDifference
 from mlxdet.measure.growth import Growth, fit_growth
-from mlxdet.measure.twin import Pair, compare_written, place, size
+from mlxdet.measure.twin import Pair, compare_written, size
 
 STEP = "{step}"
 STEPS = (0, 5, 20, 50, 100)
@@ -103,7 +103,7 @@ def ladder(
     command: Sequence[str] | None = None,
     flags: Sequence[str] = (),
     trainer: Sequence[str] = (sys.executable, "-m", "mlxdet"),
-    tol: float = 1e-5,
+    tol: float = SAME,
     only: Sequence[str] = (),
     timeout: float | None = None,
     show: bool = False,
@@ -122,7 +122,7 @@ def ladder(
         raise UsageError("--steps: name at least one step, from 0 up")
     if command is not None:
         check_command(command, "ladder")
-    with place(keep) as where:
+    with outputs(keep) as where:
 
         def once(words: Sequence[str], name: str, step: str = "") -> Path:
             replaced = {STEP: step} if step else {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxdet.errors import UsageError
-from mlxdet.formats.source import quote
+from mlxdet.formats.source import bare, quote
 from mlxdet.formats.tensor import FormatError
 
 LONGEST = 64 << 20  # bytes of one line; more is no log
@@ -168,11 +168,7 @@ class Records:
             return f"record {record.key[0]}"
         said = {name: record.fields[name] for name in self.key}
         told = {n: v for n, v in said.items() if n not in self.absent or not same(v, self.absent[n])}
-        return ", ".join(f"{name} {_plain(value)}" for name, value in (told or said).items())
-
-
-def _plain(value: Any) -> str:
-    return quote(value)[1:-1] if type(value) is str else str(value)
+        return ", ".join(f"{name} {bare(value)}" for name, value in (told or said).items())
 
 
 def spell(value: Any) -> str:

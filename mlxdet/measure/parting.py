@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxdet.errors import UsageError
-from mlxdet.formats.source import quote
+from mlxdet.formats.source import bare, quote
 from mlxdet.measure.records import RecordComparison, Side
 
 MOST = 10**18  # steps
@@ -36,11 +36,6 @@ class First:
     def place(self) -> tuple[int, int]:
         """Where it lies in the order of a run's log."""
         return self.detour, self.step or 0
-
-
-def bare(name: object) -> str:
-    """Return a name on one line, control characters escaped, without quotation marks."""
-    return quote(name if isinstance(name, str) else str(name))[1:-1]
 
 
 def number(names: Sequence[str] | None, key: tuple[Any, ...]) -> int | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mlxdet.config import tuned
+from mlxdet.errors import UsageError
 from mlxdet.training.run import Run
 
 
@@ -26,6 +28,8 @@ def repeat_step(run: Run, n: int = 20) -> dict[str, Any]:
 
     from mlxdet.training.step import State, TrainStep, initial_state
 
+    if tuned(run.config):
+        raise UsageError(f"{run.path}: repeat-step is for new models on text")
     step = TrainStep(run.config, corpus.vocab_size, backend)
     state = State.of(run.load()) if run.steps() else initial_state(run.config, corpus.vocab_size)
     batch = batches.batch(state.step + 1)

@@ -10,20 +10,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxdet import backends
-from mlxdet.data.batches import Batch
+from mlxdet.data.packing import RecordBatch
 from mlxdet.errors import UsageError
 from mlxdet.measure.history import history, spelled
 from mlxdet.measure.substrate import Substrate, on_substrate
-from mlxdet.training import provenance
-from mlxdet.training.corpora import open_data
+from mlxdet.training import provenance, reference
+from mlxdet.training.corpora import AnyBatch, open_data
 from mlxdet.training.detours import detour_at
+from mlxdet.training.record import described
 from mlxdet.training.run import Run
 from mlxdet.training.schedule import learning_rate
 from mlxdet.training.spikes import Detector
 
 if TYPE_CHECKING:
     from mlxdet.measure.steptrace import StepTrace
-    from mlxdet.training.step import State
+    from mlxdet.training.step import Outcome, State, TrainStep
 
 TRACE_FORMAT, TRACE_VERSION = "mlxdet step trace", 1
 Watcher = Callable[[int, int], None]  # is told (step, last) before each step
@@ -36,7 +37,7 @@ class Again:
     `after` is the state that the run had after the step: the same as before it if the update was withheld.
     """
 
-    batch: Batch
+    batch: AnyBatch
     before: "State"
     after: "State"
     found: dict[str, Any]
@@ -52,20 +53,34 @@ class Replayer:
         self.corpus, self.batches = open_data(run)
         self.backend = backends.activate(run.config.loop.device, run.config.loop.kernels)
         self.environment = provenance.environment_differences(run.manifest["environment"], self.backend.fingerprint())
+        from mlxdet.training.states import States
         from mlxdet.training.step import TrainStep
 
         self.step_fn = TrainStep(self.config, self.corpus.vocab_size, self.backend)
+        self.states = States(run, self.config, self.corpus.vocab_size)
+        self.reference = reference.load(run.path, run.recipe) if self.step_fn.objective.reference else None
+        if self.step_fn.objective.reference and self.reference is None:
+            raise UsageError(f"{run.path / reference.FILE}: missing; `mlxdet resume {run.path}` computes it again")
 
     def state(self, before: int, start: int | None = None) -> "State":
         """Return the state of the newest checkpoint before step `before` (the initial state where there is none).
 
         `start`: of the checkpoint after that many steps instead, 0 being the initial state. A checkpoint that the
-        training removes meanwhile is passed over.
+        training removes meanwhile is passed over. Raises UsageError for what another run trained (before a fork), and
+        for a checkpoint of a later branch.
         """
-        from mlxdet.training.step import State, initial_state
-
+        first = self.run.first
+        if before <= first or (first and start == 0):
+            raise UsageError(
+                f"{self.run.path}: its steps up to {first} were trained by {self.run.manifest['forked']['run']}, which "
+                f"it was forked from; replay them there"
+            )
         if start:
-            return self.placed(State.of(self.run.load(start)))
+            saved = self.run.load(start)
+            if len(saved.past.detours) > self.history.branch:
+                raise UsageError(f"--from: the checkpoint of step {start} is of a later branch, not of --detour "
+                                 f"{self.history.branch}")  # fmt: skip
+            return self.placed(self.states.of(saved))
         for step in reversed([s for s in self.run.steps() if s < before and start is None]):
             try:
                 saved = self.run.load(step)
@@ -74,45 +89,60 @@ class Replayer:
                     raise
                 continue
             if len(saved.past.detours) <= self.history.branch:
-                return self.placed(State.of(saved))
-        return self.placed(initial_state(self.config, self.corpus.vocab_size))
+                return self.placed(self.states.of(saved))
+        if first:
+            raise UsageError(f"{self.run.path}: no checkpoint before step {before} is left, and it begins at {first}")
+        return self.placed(self.states.initial())
+
+    @property
+    def earliest(self) -> int:
+        """The first step after which there is a state: 0, in a fork its first checkpoint."""
+        return min(self.run.steps(), default=0) if self.run.first else 0
 
     def placed(self, state: "State") -> "State":
         """Return `state` with the detours that the branch has taken by then."""
         taken = tuple(d for d in self.history.detours if d.to <= state.step)
         return replace(state, past=replace(state.past, detours=taken))
 
-    def batch(self, state: "State") -> Batch:
+    def batch(self, state: "State") -> AnyBatch:
         """Return what the trainer read for the step after `state`."""
         step = state.step + 1
-        return self.batches.batch(step, detour_at(state.past.detours, step))
+        batch = self.batches.batch(step, detour_at(state.past.detours, step))
+        if self.reference is None:
+            return batch
+        assert isinstance(batch, RecordBatch)
+        return reference.with_reference(batch, self.reference)
 
     def again(self, state: "State") -> Again:
         """Do what the trainer did in the step after `state`, and compare it with the log."""
+        batch, after, outcome = self.take(state, self.step_fn)
+        found = self._record(batch, state, outcome)
+        return Again(batch, state, after, found, self._compare(found))
+
+    def take(self, state: "State", step_fn: "TrainStep") -> tuple[AnyBatch, "State", "Outcome"]:
+        """Return batch, state and outcome of the step after `state`; its update withheld where the policy says so."""
         batch, step = self.batch(state), state.step + 1
         o, limits = self.config.optim, (math.inf,) * 4
         if o.on_spike == "skip":  # the one policy after which a run goes on from a withheld update
             limits = Detector.after(self.history.before(step), o.spike_window, o.spike_factor).limits().thresholds()
-        total = self.step_fn.begin(state, batch)
-        after, outcome = self.step_fn.finish(state, batch, total, limits)
-        found = self._record(batch, state, outcome)
-        if found.get("skipped"):
+        after, outcome = step_fn.finish(state, batch, step_fn.begin(state, batch), limits)
+        if not outcome.applied.item():
             after = replace(after, past=replace(after.past, skipped=after.past.skipped + 1))
-        return Again(batch, state, self.placed(after), found, self._compare(found))
+        return batch, self.placed(after), outcome
 
-    def _record(self, batch: Batch, state: "State", outcome: Any) -> dict[str, Any]:
+    def _record(self, batch: AnyBatch, state: "State", outcome: "Outcome") -> dict[str, Any]:
         """Return the line that the trainer would log."""
-        loss, norm, applied = outcome.loss.item(), outcome.grad_norm.item(), outcome.applied.item()
-        size = batch.tokens.shape
+        loss: Any = outcome.loss.item()
+        norm: Any = outcome.grad_norm.item()
+        applied, run = outcome.applied.item(), self.run
+        tokens = run.first_tokens + (batch.step - run.first) * self.step_fn.units(batch)
         record = {
             "step": batch.step,
             "loss": loss,
             "loss_hex": loss.hex(),
             "grad_norm": norm,
             "lr": learning_rate(self.config.optim, batch.step, state.past.detours),
-            "tokens": batch.step * size[0] * size[1] * (size[2] - 1),
-            "batch": batch.digest,
-            "rows": batch.rows.tolist(),
+            **described(batch, outcome, self.step_fn.objective.measures, tokens),
         }
         record |= {"skipped": True} if not applied and math.isfinite(loss) and math.isfinite(norm) else {}
         return record | ({"detour": len(state.past.detours)} if state.past.detours else {})

@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxdet.data.batches import Batch
-from mlxdet.data.text import Corpus
+from mlxdet.data.packing import Piece, RecordBatch, pieces
 from mlxdet.model import gpt
+from mlxdet.training.corpora import AnyBatch, AnyCorpus
 from mlxdet.training.detours import detour_at
 from mlxdet.training.schedule import learning_rate
 from mlxdet.training.step import State, TrainStep
@@ -27,9 +27,10 @@ WORST = 20
 class StepTrace:
     """What was measured at one step.
 
-    `token_losses`: float32 (rows, context), the loss of each target. `layers`: from the embedding to the head, with the
-    RMS and the largest absolute value of what leaves them; `tensors`: weights by name. Both have the norms of gradient
-    (as logged, before clipping), weights, moments after the step, and ||update|| / ||weight||.
+    `token_losses`: float32 (lines, context), the loss of each target, NaN where it is not scored. `layers`: from the
+    embedding to the head, with the RMS and the largest absolute value of what leaves them; `tensors`: trained weights
+    by name. Both have the norms of gradient (as logged, before clipping), weights, moments after the step, and
+    ||update|| / ||weight||.
     """
 
     step: int
@@ -42,16 +43,15 @@ class StepTrace:
     tensors: list[dict[str, Any]]
 
 
-def trace_step(step_fn: TrainStep, state: State, batch: Batch) -> StepTrace:
+def trace_step(step_fn: TrainStep, state: State, batch: AnyBatch) -> StepTrace:
     """Measure the step that `batch` trains from `state`."""
     total = step_fn.begin(state, batch)
     after, outcome = step_fn.finish(state, batch, total)
-    tokens = batch.tokens.shape[0] * batch.tokens.shape[1] * (batch.tokens.shape[2] - 1)
     losses, streams = _forward(step_fn, state, batch)
     o = step_fn.config.optim
     loss: Any = outcome.loss.item()
     norm: Any = outcome.grad_norm.item()
-    tensors = [_tensor(k, state, after, total[1][k], tokens) for k in sorted(state.weights)]
+    tensors = [_tensor(k, state, after, total[1][k], step_fn.units(batch)) for k in sorted(state.weights)]
     return StepTrace(
         batch.step,
         loss,
@@ -64,21 +64,24 @@ def trace_step(step_fn: TrainStep, state: State, batch: Batch) -> StepTrace:
     )
 
 
-def _forward(step_fn: TrainStep, state: State, batch: Batch) -> tuple[np.ndarray, dict[str, tuple[float, float]]]:
+def _forward(step_fn: TrainStep, state: State, batch: AnyBatch) -> tuple[np.ndarray, dict[str, tuple[float, float]]]:
     """Return the loss of each token, and RMS and largest absolute value of what leaves each layer."""
     detour = detour_at(state.past.detours, batch.step)
     losses: list[np.ndarray] = []
     squares: dict[str, float] = {}
     largest: dict[str, float] = {}
     counts: dict[str, int] = {}
+    model = step_fn.model(state)
     for micro, tokens in enumerate(batch.tokens):
         ids, targets = mx.array(tokens[:, :-1]), mx.array(tokens[:, 1:])
         watch: list[mx.array] = []
         drop, noise = step_fn.keys(batch.step, micro, detour)
-        e = gpt.embed(state.weights, ids, step_fn.dtype)
-        losses.append(np.array(step_fn.token_losses(state.weights, e, targets, drop, noise, watch)))
+        extra = step_fn.extra(batch, micro)
+        e = gpt.embed(model, ids, step_fn.dtype, extra.get("positions"))
+        found = step_fn.token_losses(model, e, targets, drop, noise, watch, extra.get("segments"))
+        losses.append(np.array(mx.where(extra["scored"], found, math.nan)))
         layers = ["embedding", *(f"blocks.{i}" for i in range(len(watch) - 2)), "norm", "head"]
-        for name, x in zip(layers, [*watch, gpt.logits(state.weights, watch[-1])], strict=True):
+        for name, x in zip(layers, [*watch, gpt.logits(model, watch[-1])], strict=True):
             host = np.array(x.astype(mx.float32)).astype(np.float64)
             squares[name] = squares.get(name, 0.0) + float(np.square(host).sum())
             largest[name] = max(largest.get(name, 0.0), _largest(host))
@@ -90,12 +93,12 @@ def _largest(x: np.ndarray) -> float:
     return math.inf if not np.isfinite(x).all() else float(np.abs(x).max())
 
 
-def _tensor(name: str, before: State, after: State, grad: mx.array, tokens: int) -> dict[str, Any]:
+def _tensor(name: str, before: State, after: State, grad: mx.array, units: int) -> dict[str, Any]:
     old, new, g, m, v = (
         np.array(x, np.float64) for x in (before.weights[name], after.weights[name], grad, after.first[name],
                                          after.second[name])
     )  # fmt: skip
-    g = g / tokens
+    g = g / units
     return {
         "name": name,
         "layer": layer_of(name),
@@ -142,36 +145,68 @@ def _ratio(a: float, b: float) -> float | None:
     return a / b if b else None
 
 
-def rows_of(batch: Batch, losses: np.ndarray, corpus: Corpus) -> list[dict[str, Any]]:
-    """Return the rows of a batch, the worst first: where they lie, their text, mean loss, and share of the loss."""
+def rows_of(batch: AnyBatch, losses: np.ndarray, corpus: AnyCorpus) -> list[dict[str, Any]]:
+    """Return the rows of a batch, the worst first: where they lie, their text, mean loss, and share of the loss.
+
+    `losses`: of each target, NaN where it is not scored. A loss that is NaN itself is one of a row without a mean.
+    """
     windows = batch.tokens.reshape(-1, batch.tokens.shape[-1])
-    sums = losses.astype(np.float64).sum(axis=1)
-    total = float(sums.sum())
+    scored = _scored(batch)
+    found = _pieces(batch)
+    sums = [float(losses[p.line][_within(scored, p)].astype(np.float64).sum()) for p in found]
+    total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
     table = []
-    for i, window in enumerate(windows):
-        place = corpus.where(int(batch.rows[i]))
+    for i, (p, loss) in enumerate(zip(found, sums, strict=True)):
+        place, count = corpus.where(p.row), int(np.count_nonzero(_within(scored, p)))
         table.append(
-            {"row": i, "micro_batch": i // batch.tokens.shape[1], "token": int(batch.rows[i]), "file": place.file,
-             "offset": place.offset, "line": place.line, "loss": float(sums[i]) / losses.shape[1],
-             "share": _ratio(float(sums[i]), total), "text": corpus.decode(window)}
+            {"row": i, "micro_batch": p.line // batch.tokens.shape[1], "token": p.row, "file": place.file,
+             "offset": place.offset, "line": place.line, "loss": loss / max(1, count), "share": _ratio(loss, total),
+             "text": corpus.decode(windows[p.line][p.start : p.stop])} | ({"side": p.side} if p.side else {})
         )  # fmt: skip
     return sorted(table, key=lambda r: -_order(r["loss"]))
 
 
-def worst_tokens(batch: Batch, losses: np.ndarray, corpus: Corpus, count: int = WORST) -> list[dict[str, Any]]:
-    """Return the `count` targets with the largest loss, worst first, with the text before them."""
-    windows = batch.tokens.reshape(-1, batch.tokens.shape[-1])
-    flat = np.where(np.isfinite(losses), losses, np.inf).reshape(-1)
+def _pieces(batch: AnyBatch) -> list[Piece]:
+    """Return the rows of a batch where they stand; of text, the windows, `row` being their first token."""
+    if isinstance(batch, RecordBatch):
+        return pieces(batch)
+    return [Piece(int(row), "", i, 0, batch.tokens.shape[-1]) for i, row in enumerate(batch.rows)]
+
+
+def _scored(batch: AnyBatch) -> np.ndarray:
+    """Which targets count, bool (lines, context)."""
+    if isinstance(batch, RecordBatch):
+        return batch.scored.reshape(-1, batch.scored.shape[-1])
+    return np.ones((len(batch.rows), batch.tokens.shape[-1] - 1), bool)
+
+
+def _within(scored: np.ndarray, p: Piece) -> np.ndarray:
+    """Which targets of a line are scored and of this row, bool (context,)."""
+    own = np.zeros(scored.shape[1], bool)
+    own[p.start : p.stop - 1] = True
+    return own & scored[p.line]
+
+
+def worst_tokens(batch: AnyBatch, losses: np.ndarray, corpus: AnyCorpus, count: int = WORST) -> list[dict[str, Any]]:
+    """Return the `count` scored targets with the largest loss, worst first, with the text before them."""
+    windows, text = batch.tokens.reshape(-1, batch.tokens.shape[-1]), not isinstance(batch, RecordBatch)
+    scored = _scored(batch)
+    flat = np.where(scored, np.where(np.isfinite(losses), losses, np.inf), -np.inf).reshape(-1)
+    found = _pieces(batch)
+    owner = {(p.line, at): i for i, p in enumerate(found) for at in range(p.start, p.stop - 1)}
     table = []
-    for index in np.argsort(-flat, kind="stable")[:count]:
-        row, at = divmod(int(index), losses.shape[1])
-        place = corpus.where(int(batch.rows[row]) + at + 1)
-        window = windows[row]
+    for index in np.argsort(-flat, kind="stable")[: min(count, np.count_nonzero(scored))]:
+        line, at = divmod(int(index), losses.shape[1])
+        i = owner[line, at]
+        first = found[i].start
+        token = found[i].row + at + 1 if text else found[i].row
+        place = corpus.where(token)
+        window = windows[line]
         table.append(
-            {"row": row, "position": at, "token": int(batch.rows[row]) + at + 1, "file": place.file,
-             "offset": place.offset, "line": place.line, "loss": float(losses[row, at]), "id": int(window[at + 1]),
+            {"row": i, "position": at - first, "token": token, "file": place.file,
+             "offset": place.offset, "line": place.line, "loss": float(losses[line, at]), "id": int(window[at + 1]),
              "target": corpus.decode(window[at + 1 : at + 2]),
-             "context": corpus.decode(window[max(0, at + 1 - CONTEXT) : at + 1])}
+             "context": corpus.decode(window[max(first, at + 1 - CONTEXT) : at + 1])}
         )  # fmt: skip
     return table
 

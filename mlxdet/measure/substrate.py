@@ -18,14 +18,17 @@ from mlxdet import backends
 from mlxdet.backends import Backend
 from mlxdet.config import TrainConfig
 from mlxdet.data.batches import Batch
+from mlxdet.data.packing import RecordBatch
 from mlxdet.errors import Fault, UsageError
 from mlxdet.training import checkpoint
 from mlxdet.training.detours import Detour, Past
 from mlxdet.training.run import Run
 
 if TYPE_CHECKING:
-    from mlxdet.data.text import Corpus
+    from mlxdet.training.corpora import AnyBatch, AnyCorpus
     from mlxdet.training.step import State
+
+ARRAYS = ("tokens", "scored", "positions", "segments", "reference")  # of a batch, as far as it has them
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Substrate:
 
 
 def on_substrate(
-    where: Substrate, run: Run, own: Backend, state: "State", batch: Batch, corpus: "Corpus"
+    where: Substrate, run: Run, own: Backend, state: "State", batch: "AnyBatch", corpus: "AnyCorpus"
 ) -> dict[str, Any]:
     """Return the row of the step that `batch` trains from `state`, computed on `where`.
 
@@ -67,7 +70,7 @@ def on_substrate(
 
 
 def _measure(
-    where: Substrate, config: TrainConfig, backend: Backend, state: "State", batch: Batch, vocab: int
+    where: Substrate, config: TrainConfig, backend: Backend, state: "State", batch: "AnyBatch", vocab: int
 ) -> dict[str, float]:
     from mlxdet.training.step import TrainStep
 
@@ -78,12 +81,13 @@ def _measure(
     return {"loss": loss, "grad_norm": norm}
 
 
-def _in_own_process(where: Substrate, run: Run, state: "State", batch: Batch, vocab: int) -> dict[str, float]:
+def _in_own_process(where: Substrate, run: Run, state: "State", batch: "AnyBatch", vocab: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="mlxdet-") as directory:
         # Not as a checkpoint: one with weights that are not finite is never published.
         arrays = {f"{kind}/{k}": v for kind, tree in _trees(state).items() for k, v in tree.items()}
         np.savez(Path(directory) / "state.npz", **arrays)  # type: ignore[arg-type]
-        np.save(Path(directory) / "tokens.npy", batch.tokens)
+        held = {name: whole for name in ARRAYS if (whole := getattr(batch, name, None)) is not None}
+        np.savez(Path(directory) / "batch.npz", **held)
         task = {**asdict(where), "run": str(run.path), "directory": directory, "vocab": vocab, "step": state.step,
                 "skipped": state.past.skipped, "detours": [[d.step, d.to] for d in state.past.detours]}  # fmt: skip
         done = subprocess.run(
@@ -98,7 +102,8 @@ def _in_own_process(where: Substrate, run: Run, state: "State", batch: Batch, vo
 
 def _trees(state: "State") -> dict[str, dict[str, np.ndarray]]:
     saved: checkpoint.Snapshot = state.snapshot()
-    return {"weights": saved.weights, "first": saved.first, "second": saved.second}
+    base = {k: np.array(w) for k, w in state.base.items()}
+    return {"weights": saved.weights, "first": saved.first, "second": saved.second, "base": base}
 
 
 def _main() -> int:
@@ -109,17 +114,24 @@ def _main() -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+    import mlx.core as mx
+
     from mlxdet.training.step import State
 
-    trees: dict[str, dict[str, np.ndarray]] = {"weights": {}, "first": {}, "second": {}}
+    trees: dict[str, dict[str, np.ndarray]] = {"weights": {}, "first": {}, "second": {}, "base": {}}
     with np.load(Path(task["directory"]) / "state.npz") as arrays:
         for name in arrays:
             kind, weight = name.split("/", 1)
             trees[kind][weight] = arrays[name]
     past = Past(task["skipped"], tuple(Detour(*d) for d in task["detours"]))
-    state = State.of(checkpoint.Snapshot(**trees, step=task["step"], past=past))
-    tokens = np.load(Path(task["directory"]) / "tokens.npy")
-    batch = Batch(task["step"] + 1, tokens, np.zeros(0, np.int64), "")
+    base = {k: mx.array(w) for k, w in trees.pop("base").items()}
+    saved = checkpoint.Snapshot(trees["weights"], trees["first"], trees["second"], task["step"], past)
+    state, none = State.of(saved, base), np.zeros(0, np.int64)
+    with np.load(Path(task["directory"]) / "batch.npz") as arrays:
+        held: dict[str, Any] = {name: arrays.get(name) for name in ARRAYS}
+    batch: Any = Batch(task["step"] + 1, held["tokens"], none, "")
+    if held["scored"] is not None:
+        batch = RecordBatch(step=task["step"] + 1, rows=none, spans=none, digest="", **held)
     found = _measure(where, Run(task["run"]).config, backend, state, batch, task["vocab"])
     print(json.dumps({k: str(v) for k, v in found.items()}))
     return 0

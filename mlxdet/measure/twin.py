@@ -6,19 +6,17 @@ proves nothing.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from filecmp import cmp
 from itertools import combinations
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlxdet.errors import UsageError
 from mlxdet.formats.source import quote
-from mlxdet.measure.commands import Written, check_command, run, written
-from mlxdet.measure.compare import Comparison, TensorDifference, compare
+from mlxdet.measure.commands import Written, check_command, outputs, run, written
+from mlxdet.measure.compare import DIFFERENT, SAME, Comparison, TensorDifference, compare
 from mlxdet.measure.perturb import Setting, settings
 
 
@@ -237,29 +235,14 @@ def compare_written(a: str, one: Written, b: str, two: Written) -> Pair:
     return Pair(a, b, parts, model, tuple(sorted(one_sided)), files, tuple(unread))
 
 
-@contextmanager
-def place(keep: str | Path | None) -> Iterator[Path]:
-    """Yield the directory for outputs: the new directory `keep`, or a temporary one that is removed at the end."""
-    if keep is None:
-        with TemporaryDirectory(prefix="mlxdet-", ignore_cleanup_errors=True) as directory:
-            yield Path(directory)
-        return
-    path = Path(keep)
-    try:
-        path.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"--keep: {keep} cannot be made ({error.strerror}); name a new directory") from None
-    yield path
-
-
 def twin(
     command: Sequence[str],
     *,
     reps: int = 2,
     different: Sequence[str] | None = None,
     perturb: Sequence[str] = (),
-    tol: float = 1e-5,
-    min_different: float = 0.1,
+    tol: float = SAME,
+    min_different: float = DIFFERENT,
     exact: bool = False,
     gate_files: bool = False,
     only: Sequence[str] = (),
@@ -283,7 +266,7 @@ def twin(
     if different is not None:
         check_command(different, "--different")
     base, perturbed = settings(perturb)
-    with place(keep) as where:
+    with outputs(keep) as where:
 
         def once(name: str, command: Sequence[str], setting: Setting) -> tuple[Repetition, Written]:
             what = f"repetition {name}" if name != "different" else "the other command"

@@ -60,9 +60,10 @@ class Investigation:
 
 def conclude(found: Investigation) -> None:
     """Set verdict, headline and causes of a spike that came again, from what was measured."""
-    here, elsewhere = found.places[0], found.places[1:]
+    # Where no batch at all is finite, it says nothing that this one is not.
+    here, elsewhere = found.places[0], [p for p in found.places[1:] if p.typical.reason != "not finite"]
     state, batch = here.typical.reason is not None, here.batch.reason is not None
-    everywhere = all(p.batch.reason is not None for p in elsewhere)
+    everywhere = bool(elsewhere) and all(p.batch.reason is not None for p in elsewhere)
     if state and not (batch and everywhere):
         found.verdict = "state"
         found.headline = f"other batches are high in this state too; their median: {against(here.typical)}"
@@ -70,6 +71,9 @@ def conclude(found: Investigation) -> None:
         names = " and ".join(p.name for p in elsewhere)
         found.verdict = "data"
         found.headline = f"these rows are high in other states too ({names}), other batches are not in this one"
+    elif batch and not elsewhere:
+        found.verdict = "unclear"
+        found.headline = "these rows are high, other batches are not; there is no other state to try them in"
     elif batch and state:
         found.verdict = "both"
         found.headline = "each alone: other batches are high in this state, these rows in other states"

@@ -17,19 +17,11 @@ from mlxdet.errors import UsageError
 from mlxdet.formats.digest import content_digest
 from mlxdet.formats.tensor import from_numpy
 from mlxdet.seeds import Splitmix64, stream
+from mlxdet.tuning import TARGETS, parse_targets
 
-TARGETS = {"qkv": "attention.qkv", "out": "attention.out", "up": "mlp.up", "down": "mlp.down"}
+__all__ = ["TARGETS", "base_digest", "init", "joined", "merge", "parse_targets", "shapes"]
+
 UP, DOWN, WEIGHT = ".lora.up", ".lora.down", ".weight"
-
-
-def parse_targets(text: str) -> tuple[str, ...]:
-    """Return the targets that "all" or a list such as "qkv,down" names, in the order of TARGETS. Raises UsageError."""
-    names = list(TARGETS) if text == "all" else [name.strip() for name in text.split(",")]
-    odd = [name for name in names if name not in TARGETS]
-    if odd or len(set(names)) < len(names):
-        what = f"{odd[0]!r} is not a linear map of the model" if odd else "a name is there twice"
-        raise UsageError(f"--lora-targets: {what}; give all, or some of {','.join(TARGETS)}")
-    return tuple(name for name in TARGETS if name in names)
 
 
 def shapes(base: Mapping[str, tuple[int, ...]], rank: int, targets: tuple[str, ...]) -> dict[str, tuple[int, ...]]:

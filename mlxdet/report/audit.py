@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxdet.auditing.report import Audit
-from mlxdet.formats.source import quote
+from mlxdet.formats.source import escape
 
 
 def show(what: str, results: Mapping[str, Audit], console: Console | None = None) -> None:
@@ -32,4 +32,4 @@ def show(what: str, results: Mapping[str, Audit], console: Console | None = None
 
 
 def _printable(text: str) -> str:
-    return "\n".join(line if line.isprintable() else quote(line) for line in text.split("\n"))
+    return "\n".join(map(escape, text.split("\n")))

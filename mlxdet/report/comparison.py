@@ -1,64 +1,49 @@
 """A comparison of two checkpoints for people: what moved, worst first, by group and in total, and the verdict."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlxdet.formats.source import quote
+from mlxdet.formats.source import escape
 from mlxdet.measure.compare import Comparison, TensorDifference
 from mlxdet.measure.numbers import Numbers
+from mlxdet.report.tables import number, plain, put, show, table
 
 COLORS = {"identical": "bold green", "same": "green", "unclear": "yellow", "different": "bold red"}
 
 
-def plain(name: str) -> str:
-    """Return a name as it is if a terminal can show it on one line, else quoted."""
-    return name if name.isprintable() and name == name.strip() and name else quote(name)
-
-
-def safe(line: str) -> str:
-    """Return a line with everything escaped that a terminal would obey instead of showing."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-
-
 def print_comparison(found: Comparison, console: Console, top: int) -> None:
     """Print `found`, with at most `top` tensors and groups (0: all)."""
-    console.print(Text(f"A  {safe(found.a)}\nB  {safe(found.b)}"))
+    console.print(Text(f"A  {escape(found.a)}\nB  {escape(found.b)}"))
     moved = found.moved
     if moved:
-        shown = moved[:top] if top else moved
-        table = _table("tensor", "dtype", "shape")
+        shown = moved[: top or None]
+        made = _table("tensor", "dtype", "shape")
         for t in shown:
-            table.add_row(Text(plain(t.name)), "/".join(dict.fromkeys(t.dtypes)), "x".join(map(str, t.shape)) or "0-d",
-                          *_cells(t.numbers))  # fmt: skip
-        console.print()
-        console.print(table)
-        _rest(console, len(moved) - len(shown), "tensors that moved")
+            put(made, plain(t.name), "/".join(dict.fromkeys(t.dtypes)), "x".join(map(str, t.shape)) or "0-d",
+                *_cells(t.numbers))  # fmt: skip
+        show(console, made, len(moved) - len(shown), "tensors that moved", ("max ulp", "dtype", "cosine", "shape"))
         groups = sorted(((k, v) for k, v in found.groups.items() if v.differing), key=_badness)
         if len(groups) > 1:
-            shown_groups = groups[:top] if top else groups
-            _print_groups(console, shown_groups, found)
-            _rest(console, len(groups) - len(shown_groups), "groups that moved")
+            _print_groups(console, groups, found, top)
     console.print()
     for line in _lines(found):
-        console.print(Text(safe(line)))
+        console.print(Text(escape(line)))
     console.print(Text(found.verdict, COLORS[found.verdict]) + Text(f": {found.reason}"), soft_wrap=True)
 
 
-def _print_groups(console: Console, groups: list[tuple[str, Numbers]], found: Comparison) -> None:
-    table = _table("group")
+def _print_groups(console: Console, groups: list[tuple[str, Numbers]], found: Comparison, top: int) -> None:
+    made = _table("group")
     counts: dict[str, list[TensorDifference]] = {}
     for t in found.tensors:
         counts.setdefault(t.group, []).append(t)
-    for name, numbers in groups:
+    shown = groups[: top or None]
+    for name, numbers in shown:
         moved = sum(t.moved for t in counts[name])
-        table.add_row(Text(f"{plain(name)}  ({moved} of {len(counts[name])})"), *_cells(numbers))
-    table.add_section()
-    table.add_row(f"total  ({len(found.moved)} of {len(found.tensors)})", *_cells(found.total))
-    console.print()
-    console.print(table)
+        put(made, f"{plain(name)}  ({moved} of {len(counts[name])})", *_cells(numbers))
+    made.add_section()
+    put(made, f"total  ({len(found.moved)} of {len(found.tensors)})", *_cells(found.total))
+    show(console, made, len(groups) - len(shown), "groups that moved", ("max ulp", "cosine"))
 
 
 def _badness(item: tuple[str, Numbers]) -> tuple[bool, float, str]:
@@ -66,35 +51,40 @@ def _badness(item: tuple[str, Numbers]) -> tuple[bool, float, str]:
     return numbers.relfro is not None, -(numbers.relfro or 0.0), name
 
 
-def _rest(console: Console, count: int, what: str) -> None:
-    if count > 0:
-        console.print(Text(f"  and {count} more {what} (--top 0 shows all)", "dim"))
-
-
 def _table(*first: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in first:
-        table.add_column(name, overflow="fold")
-    for name in ("differing", "relFro", "max abs", "max ulp", "cosine"):
-        table.add_column(name, justify="right", overflow="fold")  # a narrow terminal must not cost a digit
-    return table
+    numbers = ("differing", "relFro", "max abs", "max ulp", "cosine")
+    return table(*first, *numbers, left=len(first), fold=True)  # a narrow terminal must not cost a digit
 
 
-def _cells(n: Numbers) -> list[Any]:
+def _cells(n: Numbers) -> list[str]:
     share = 100 * n.differing / n.slots if n.slots else 0.0
     share_text = f"{share:.2g}" if share < 99 else f"{share:.1f}"
-    relfro, cosine = n.relfro, n.cosine
     return [
-        f"{n.differing} ({share_text}%)", "undefined" if relfro is None else f"{relfro:.3g}", f"{n.max_abs:.3g}",
-        str(n.max_ulp) if n.max_ulp < 10**6 else f"{n.max_ulp:.2g}", "-" if cosine is None else f"{cosine:.6f}",
+        f"{n.differing} ({share_text}%)", "undefined" if n.relfro is None else f"{n.relfro:.3g}", f"{n.max_abs:.3g}",
+        _ulp(n), number(n.cosine, ".6f"),
     ]  # fmt: skip
+
+
+def _ulp(n: Numbers) -> str:
+    if n.max_abs and not n.max_ulp:  # two dtypes have no common last place
+        return "-"
+    return str(n.max_ulp) if n.max_ulp < 10**6 else f"{n.max_ulp:.2g}"
+
+
+def _by_dtypes(found: Comparison) -> dict[tuple[str, str], list[str]]:
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, x, y in found.retyped:
+        names.setdefault((x, y), []).append(plain(name))
+    return names
 
 
 def _lines(found: Comparison) -> list[str]:
     """Return what a table does not hold, a line each."""
     names = [f"missing in B: {plain(n)}" for n in found.missing] + [f"only in B: {plain(n)}" for n in found.extra]
     names += [f"reshaped: {plain(n)} {x} / {y}, not compared" for n, x, y in found.reshaped]
-    names += [f"retyped: {plain(n)} {x} / {y}, compared by value" for n, x, y in found.retyped]
+    for (x, y), same in _by_dtypes(found).items():
+        told = same if len(same) <= 3 else [f"{len(same)} tensors"]
+        names += [f"retyped: {what} {x} / {y}, compared by value" for what in told]
     names += [f"tied: {line}" for line in found.tied] + [f"not read: {name}" for name in found.unread]
     lines = names[:20] + ([f"and {len(names) - 20} more such lines (--json has all)"] if len(names) > 20 else [])
     for t in found.tensors:

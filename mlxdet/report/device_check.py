@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlxdet.formats.source import quote
+from mlxdet.formats.source import escape
 from mlxdet.measure.device_check import Result
 from mlxdet.measure.device_worker import FAILS, HOLDS, MEASURED, NOT_RUN, NOT_SEEN, NOTHING
 
@@ -26,7 +26,7 @@ def show(result: Result, console: Console | None = None) -> None:
         table.add_column(name, overflow="fold", no_wrap=name != "found")
     for row in result.rows:
         cells = [row.part, row.name, row.rule or "", "" if row.claim == NOTHING else row.claim]
-        table.add_row(*cells, Text(row.verdict, STYLES.get(row.verdict, "")), Text(_printable(row.text)))
+        table.add_row(*cells, Text(row.verdict, STYLES.get(row.verdict, "")), Text(escape(row.text)))
     console.print(table)
     for line in summary(result):
         console.print(Text(line))
@@ -47,11 +47,7 @@ def facts(result: Result) -> Iterator[str]:
 def _flat(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {'not set' if v is None else _flat(v)}" for k, v in value.items())
-    return _printable(str(value))
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else quote(text)
+    return escape(str(value))
 
 
 def summary(result: Result) -> Iterator[str]:

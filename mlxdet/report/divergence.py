@@ -7,19 +7,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mlxdet.formats.source import escape
 from mlxdet.measure.checkpoints import CheckpointPair, spell
 from mlxdet.measure.divergence import Divergence, value
 from mlxdet.measure.parting import First
 from mlxdet.measure.records import FieldDifference, Seen
-from mlxdet.report.comparison import plain, safe
-from mlxdet.report.summary import sparkline
+from mlxdet.report.curves import sparkline
+from mlxdet.report.tables import number, plain, put, show
 
 CURVE = "log of the size"
+SIZE = ".2e"
 
 
 def print_divergence(found: Divergence, console: Console, top: int) -> None:
     """Print `found`, with at most `top` rows of a table (0: all)."""
-    console.print(Text(f"A  {safe(found.a)}\nB  {safe(found.b)}"))
+    console.print(Text(f"A  {escape(found.a)}\nB  {escape(found.b)}"))
     console.print()
     color = "bold green" if found.identical else "bold red"
     console.print(Text(found.verdict, color) + Text(f": {found.headline.removeprefix('identical: ')}"))
@@ -33,7 +35,7 @@ def print_divergence(found: Divergence, console: Console, top: int) -> None:
     if found.notes:
         console.print()
     for note in found.notes:
-        console.print(Text(safe(f"- {note}")))
+        console.print(Text(escape(f"- {note}")))
 
 
 def _table(*columns: str) -> Table:
@@ -42,17 +44,6 @@ def _table(*columns: str) -> Table:
         side = "left" if i in (0, len(columns) - 1) else "right"
         table.add_column(name, overflow="fold", justify=side, no_wrap=name == CURVE)  # type: ignore[arg-type]
     return table
-
-
-def _row(table: Table, *cells: str) -> None:
-    table.add_row(*map(Text, cells))  # Text, as markup in a name or a value is no markup of ours
-
-
-def _print(console: Console, table: Table, more: int = 0) -> None:
-    console.print()
-    console.print(table)
-    if more > 0:
-        console.print(Text(f"  and {more} more (--top 0 shows all)", "dim"))
 
 
 def _short(text: str | None, width: int = 40) -> str:
@@ -68,13 +59,9 @@ def _print_first(first: First, console: Console) -> None:
         table = _table("field", "A", "B", "|A - B|", "relative", "line")
         for name, seen in first.fields.items():
             lines = seen["line_a"], seen["line_b"]
-            _row(table, plain(name), _short(seen["a"]), _short(seen["b"]), _size(seen["absolute"]),
-                          _size(seen["relative"]), "/".join(map(str, dict.fromkeys(lines))))  # fmt: skip
-        _print(console, table)
-
-
-def _size(number: float | None) -> str:
-    return "-" if number is None else f"{number:.2e}"
+            put(table, plain(name), _short(seen["a"]), _short(seen["b"]), number(seen["absolute"], SIZE),
+                number(seen["relative"], SIZE), "/".join(map(str, dict.fromkeys(lines))))  # fmt: skip
+        show(console, table, spare=("relative", "|A - B|"))
 
 
 def _print_growth(found: Divergence, console: Console) -> None:
@@ -83,15 +70,17 @@ def _print_growth(found: Divergence, console: Console) -> None:
         for f in log.fields.values() if log else ():
             twin = log.fields.get(f.name.removesuffix("_hex")) if log else None
             if f.first and (twin is None or twin is f or twin.differing != f.differing):  # loss_hex says what loss says
-                _row(table, prefix + plain(f.name), *_growth(f))
+                put(table, prefix + plain(f.name), *_growth(f))
     if table.row_count:
-        _print(console, table)
+        show(console, table, spare=(CURVE, "last", "equal again"))
 
 
 def _growth(f: FieldDifference) -> list[str]:
     def at(seen: Seen | None) -> str:
-        place = "" if seen is None else seen.key.removeprefix("step ").partition(", windows ")[0]
-        return "-" if seen is None else f"{'' if seen.absolute is None else _size(seen.absolute)} at {place}".strip()
+        if seen is None:
+            return "-"
+        size = "" if seen.absolute is None else f"{seen.absolute:{SIZE}} "
+        return f"{size}at {seen.key.removeprefix('step ').partition(', windows ')[0]}"
 
     sizes = [s[2] for s in f.growth.stretches]
     logs = [math.log10(s) for s in sizes if s]
@@ -109,8 +98,8 @@ def _print_checkpoints(pairs: list[CheckpointPair], console: Console, top: int) 
     for p in shown:
         moved = [f"{len(c.moved)} of {len(c.tensors)}" for c in (p.weights, p.optimizer)]
         verdict = "identical" if p.identical else f"weights {p.weights.verdict}"
-        _row(table, spell(p.place).removeprefix("step "), _size(p.weights.total.relfro), *moved, verdict)
-    _print(console, table, len(pairs) - len(shown))
+        put(table, spell(p.place).removeprefix("step "), number(p.weights.total.relfro, SIZE), *moved, verdict)
+    show(console, table, len(pairs) - len(shown))
 
 
 def _print_tensors(pair: CheckpointPair | None, console: Console, top: int) -> None:
@@ -125,21 +114,15 @@ def _print_tensors(pair: CheckpointPair | None, console: Console, top: int) -> N
     each = max(1, top // len(groups)) if top and groups else len(tensors)
     for group, listed in groups.items():
         for t in listed[:each]:
-            _row(
-                table,
-                plain(t["name"]),
-                _size(t["relFro"]),
-                _size(t["max_abs"]),
-                f"{t['differing']:,} of {t['slots']:,}",
-                group,
-            )
+            slots = f"{t['differing']:,} of {t['slots']:,}"
+            put(table, plain(t["name"]), number(t["relFro"], SIZE), number(t["max_abs"], SIZE), slots, group)
         more += max(0, len(listed) - each)
     for name, c in (("weights", pair.weights), ("moments", pair.optimizer)):
         odd = [*c.missing, *c.extra, *(n for n, _, _ in c.reshaped)]
         for tensor_name in odd[: top or None]:
-            _row(table, plain(tensor_name), "-", "-", "in one run only, or of another shape", name)
+            put(table, plain(tensor_name), "-", "-", "in one run only, or of another shape", name)
     if table.row_count:
-        _print(console, table, more)
+        show(console, table, more)
 
 
 def _print_causes(found: Divergence, console: Console, top: int) -> None:
@@ -149,8 +132,8 @@ def _print_causes(found: Divergence, console: Console, top: int) -> None:
         table = _table("manifests differ in", "", "A", "B", "can be why")
         for c in decisive[: top or None]:
             answer = "-" if stage is None else "yes" if c.explains(stage) else "no"
-            _row(table, c.kind, plain(c.name), _short(value(c.a)), _short(value(c.b)), answer)
-        _print(console, table, len(decisive) - len(decisive[: top or None]))
+            put(table, c.kind, plain(c.name), _short(value(c.a)), _short(value(c.b)), answer)
+        show(console, table, len(decisive) - len(decisive[: top or None]))
     comfort = [f"{plain(c.name)} {_short(value(c.a))} / {_short(value(c.b))}" for c in found.causes if not c.decides]
     if comfort:
         console.print()

@@ -7,8 +7,8 @@ from rich.text import Text
 
 from mlxdet.measure.probe import Figure
 from mlxdet.measure.verdict import REPEATS, Investigation
-from mlxdet.report.comparison import plain
-from mlxdet.report.replay import number, print_environment, print_rows, put, short, table
+from mlxdet.report.replay import print_environment, print_rows
+from mlxdet.report.tables import number, plain, put, say, short, show, table
 
 COLORS = {"no spike": "bold green", "unclear": "bold yellow"}
 
@@ -16,14 +16,14 @@ COLORS = {"no spike": "bold green", "unclear": "bold yellow"}
 def print_investigation(found: Investigation, console: Console, top: int) -> None:
     """Print `found`, with at most `top` rows of a table (0: all)."""
     color = COLORS.get(found.verdict, "bold red")
-    console.print(Text(f"{found.run}: step {found.step}"), soft_wrap=True)
+    say(console, f"{found.run}: step {found.step}")
     label = Text("" if found.verdict == "no spike" else f"{found.verdict}: ", color)
     console.print(label + Text(found.headline), soft_wrap=True)
     for cause in found.causes:
-        console.print(Text(f"  {short(cause, 400)}"), soft_wrap=True)
+        say(console, f"  {short(cause, 400)}")
     for row in found.rows if found.verdict in ("data", "both") else ():
         if found.together and row["row"] in found.together.rows:
-            console.print(Text(f"  row {row['row']}: {short(row['text'], 100)}", "dim"), soft_wrap=True)
+            say(console, f"  row {row['row']}: {short(row['text'], 100)}", "dim")
     print_environment(found.environment, console)
     _print_replay(found, console)
     _print_places(found, console)
@@ -56,9 +56,8 @@ def _print_replay(found: Investigation, console: Console) -> None:
         put(made, f"replayed, {same}", *_figure(found.replayed))
     for s in found.substrates[1:]:
         put(made, f"{s['kernels']}, {s['dtype']}, {s['device']}", *_figure(s))
-    console.print()
-    console.print(made)
-    console.print(Text(f"repeated {REPEATS} times here: {found.repeats_identical} identical", "dim"), soft_wrap=True)
+    show(console, made)
+    say(console, f"repeated {REPEATS} times here: {found.repeats_identical} identical", "dim")
 
 
 def _print_places(found: Investigation, console: Console) -> None:
@@ -68,8 +67,7 @@ def _print_places(found: Investigation, console: Console) -> None:
     for p in found.places:
         put(made, p.name, "others", *_figure(p.typical))
         put(made, "", "its own", *_figure(p.batch))
-    console.print()
-    console.print(made)
+    show(console, made)
     console.print(
         Text(f"others: the median of {found.places[0].others}, judged by the log; its own: judged by the others", "dim")
     )
@@ -84,8 +82,7 @@ def _print_rows(found: Investigation, console: Console, top: int) -> None:
         for w in shown:
             rows = str(w.rows[0]) if len(w.rows) == 1 else f"{w.rows[0]} to {w.rows[-1]}"
             put(made, rows, *_figure(w.figure))
-        console.print()
-        console.print(made)
+        show(console, made)
     if found.rows:
         print_rows(found.rows, console, top)
 
@@ -95,8 +92,7 @@ def _print_rates(found: Investigation, console: Console) -> None:
         made = table("learning rate", *NUMBERS)
         for r in found.learning_rates:
             put(made, f"x {r['share']:g} from step {r['from'] + 1} on", *_figure(r))
-        console.print()
-        console.print(made)
+        show(console, made)
 
 
 def _print_growth(found: Investigation, console: Console, top: int) -> None:
@@ -107,10 +103,8 @@ def _print_growth(found: Investigation, console: Console, top: int) -> None:
     for layer in found.layers:
         pairs = (layer["activation_rms"], layer["grad_norm"], layer["weight_norm"])
         put(made, layer["layer"], *(number(x) for pair in pairs for x in pair))
-    console.print()
-    console.print(made)
+    show(console, made)
     made = table("largest weight", "before", "now")
     for t in found.tensors[: top or None]:
         put(made, plain(t["name"]), *(number(x) for x in t["weight_max"]))
-    console.print()
-    console.print(made)
+    show(console, made)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from mlxdet.config import TrainConfig
-from mlxdet.report.summary import sparkline
+from mlxdet.report.curves import sparkline
 from mlxdet.training.run import METRICS, Run
 from mlxdet.training.spikes import Spike
 from mlxdet.training.trainer import Listener
@@ -45,6 +45,24 @@ def memory(timing: dict[str, Any]) -> str:
     return f"mem {active:.2f}+{cache:.2f} GB (peak {peak:.2f})"
 
 
+def _read(run: Run) -> str:
+    """Return what a run reads and learns, in a line or two."""
+    corpus, manifest, tune = run.manifest["corpus"], run.manifest, run.config.tune
+    where = f"({corpus['kind']}, vocabulary {corpus['vocab']})"
+    if "rows" not in corpus:
+        said = f"text: {corpus['tokens']:,} tokens {where}, {manifest['val_tokens']:,} of them for validation"
+    else:
+        said = (
+            f"rows: {corpus['kept']:,} of {corpus['rows']:,} kept, {corpus['scored']:,} of {corpus['tokens']:,} tokens "
+            f"scored {where}, template {corpus['template']}, {manifest['val_rows']:,} rows for validation"
+        )
+    if "base" not in manifest:
+        return said if tune.objective == "lm" else f"{said}\nobjective: {tune.objective}"
+    start = f"objective: {tune.objective}, from {manifest['base']['run']} at step {manifest['base']['step']}"
+    lora = f", {manifest['trainable']:,} weights in adapters of rank {tune.lora_rank}" if tune.lora_rank else ""
+    return f"{said}\n{start}{lora}"
+
+
 class Lines:
     """Progress as plain lines."""
 
@@ -65,12 +83,10 @@ class Lines:
     def started(self, run: Run, step: int) -> None:
         m = run.config.model
         environment = run.manifest["environment"]
-        corpus = run.manifest["corpus"]
         self.say(
             f"{run.path}: {m.layers} layers, width {m.width}, context {m.context}, "
             f"{run.manifest['parameters']:,} parameters, {m.dtype}\n"
-            f"text: {corpus['tokens']:,} tokens ({corpus['kind']}, vocabulary {corpus['vocab']}), "
-            f"{run.manifest['val_tokens']:,} of them for validation\n"
+            f"{_read(run)}\n"
             f"device: {environment['decides']['device']}, mlx {environment['decides']['mlx']}, "
             f"{run.config.loop.kernels} kernels, seed {run.config.seeds.seed}"
         )

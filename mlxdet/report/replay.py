@@ -3,11 +3,9 @@
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from mlxdet.measure.replay import Replay
-from mlxdet.report.comparison import plain
+from mlxdet.report.tables import number, plain, put, say, short, show, table
 
 
 def print_replay(found: Replay, console: Console, top: int) -> None:
@@ -15,19 +13,15 @@ def print_replay(found: Replay, console: Console, top: int) -> None:
     assert found.trace
     color = "bold green" if found.reproduced else "bold red"
     came = f"from the checkpoint of step {found.start}" if found.start else "from the beginning"
-    console.print(Text(f"{found.run}: step {found.step}, {came}"), soft_wrap=True)
-    console.print(Text(found.headline, color), soft_wrap=True)
+    say(console, f"{found.run}: step {found.step}, {came}")
+    say(console, found.headline, color)
     if found.unlogged:
-        console.print(
-            Text(f"not in the log, so not compared: steps {', '.join(map(str, found.unlogged))}"), soft_wrap=True
-        )
+        say(console, f"not in the log, so not compared: steps {', '.join(map(str, found.unlogged))}")
     print_environment(found.environment, console)
     t = found.trace
     clipped = f", clipped by {t.clip:.3g}" if t.clip < 1 else ""
     was = f" (step {found.before.step}: {found.before.loss:.4f}, {found.before.grad_norm:.4g})" if found.before else ""
-    console.print(
-        Text(f"loss {t.loss:.6f}, gradient norm {t.grad_norm:.4g}{was}, lr {t.lr:.3g}{clipped}"), soft_wrap=True
-    )
+    say(console, f"loss {t.loss:.6f}, gradient norm {t.grad_norm:.4g}{was}, lr {t.lr:.3g}{clipped}")
     _print_substrates(found.substrates, console)
     print_rows(found.rows, console, top)
     _print_tokens(found.worst, console, top)
@@ -35,38 +29,12 @@ def print_replay(found: Replay, console: Console, top: int) -> None:
     _print_tensors(found, console, top)
 
 
-def table(*columns: str, left: int = 1) -> Table:
-    """Return a table whose first `left` columns are text and the others numbers."""
-    made = Table(box=None, pad_edge=False, header_style="dim")
-    for i, name in enumerate(columns):
-        made.add_column(name, overflow="fold", justify="left" if i < left else "right", no_wrap=i >= left)
-    return made
-
-
-def put(made: Table, *cells: str) -> None:
-    """Add a row. Cells are Text, as markup in the text of a corpus is no markup of ours."""
-    made.add_row(*map(Text, cells))
-
-
-def number(value: float | None, form: str = ".3g") -> str:
-    """Return a number for a cell."""
-    return "-" if value is None else format(value, form)
-
-
-def short(text: str, width: int) -> str:
-    """Return `text` on one line, control characters escaped, cut to `width`; its end is kept."""
-    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return safe if len(safe) <= width else "..." + safe[3 - width :]
-
-
 def print_environment(differences: list[tuple[str, Any, Any]], console: Console) -> None:
     """Say in what the environment is not the run's."""
     if differences:
-        console.print(
-            Text("this is not the run's environment, so other bits would be no fault:", "yellow"), soft_wrap=True
-        )
+        say(console, "this is not the run's environment, so other bits would be no fault:", "yellow")
     for name, was, now in differences:
-        console.print(Text(f"  {name}: the run has {was!r}, here it is {now!r}"), soft_wrap=True)
+        say(console, f"  {name}: the run has {was!r}, here it is {now!r}")
 
 
 def print_rows(rows: list[dict[str, Any]], console: Console, top: int) -> None:
@@ -76,14 +44,7 @@ def print_rows(rows: list[dict[str, Any]], console: Console, top: int) -> None:
     for r in shown:
         place = f"{plain(r['file'])}, {r['line']}, {r['offset']}"
         put(made, place, short(r["text"], 30), str(r["row"]), number(r["loss"], ".4f"), number(r["share"], ".1%"))
-    _show(made, console, len(rows) - len(shown))
-
-
-def _show(made: Table, console: Console, more: int = 0) -> None:
-    console.print()
-    console.print(made)
-    if more > 0:
-        console.print(Text(f"  and {more} more (--top 0 shows all)", "dim"), soft_wrap=True)
+    show(console, made, len(rows) - len(shown))
 
 
 def _print_substrates(rows: list[dict[str, Any]], console: Console) -> None:
@@ -93,7 +54,7 @@ def _print_substrates(rows: list[dict[str, Any]], console: Console) -> None:
     for s in rows:
         put(made, s["device"], s["kernels"], s["dtype"], s["note"], number(s["loss"], ".9g"),
             number(s["grad_norm"], ".9g"))  # fmt: skip
-    _show(made, console)
+    show(console, made)
 
 
 def _print_tokens(worst: list[dict[str, Any]], console: Console, top: int) -> None:
@@ -102,7 +63,7 @@ def _print_tokens(worst: list[dict[str, Any]], console: Console, top: int) -> No
     for w in shown:
         put(made, short(w["context"], 30), short(w["target"], 12), str(w["row"]), str(w["position"]), str(w["line"]),
             number(w["loss"], ".2f"))  # fmt: skip
-    _show(made, console)
+    show(console, made)
 
 
 def _print_layers(found: Replay, console: Console) -> None:
@@ -113,7 +74,7 @@ def _print_layers(found: Replay, console: Console) -> None:
         put(made, r["layer"], number(r["activation_rms"]), number(r["activation_max"]), number(r["grad_norm"]),
             _times(r, before.get(r["layer"])), number(r["update_ratio"]), number(r["m_norm"]),
             number(r["v_norm"]))  # fmt: skip
-    _show(made, console)
+    show(console, made, spare=("v", "m", "x before", "max out"))
 
 
 def _print_tensors(found: Replay, console: Console, top: int) -> None:
@@ -125,7 +86,7 @@ def _print_tensors(found: Replay, console: Console, top: int) -> None:
     for t in shown:
         put(made, plain(t["name"]), number(t["grad_norm"]), _times(t, before.get(t["name"])), number(t["update_ratio"]),
             number(t["m_norm"]), number(t["v_norm"]))  # fmt: skip
-    _show(made, console, len(ordered) - len(shown))
+    show(console, made, len(ordered) - len(shown), spare=("v", "m"))
 
 
 def _times(now: dict[str, Any], before: dict[str, Any] | None) -> str:

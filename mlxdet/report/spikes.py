@@ -7,28 +7,41 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mlxdet.config import OptimConfig
 from mlxdet.errors import UsageError
+from mlxdet.formats import FormatError
 from mlxdet.formats.source import quote
-from mlxdet.report.summary import sparkline
-from mlxdet.training.run import EVENTS, MANIFEST, METRICS, Run
+from mlxdet.measure.lines import Records
+from mlxdet.report.curves import picture
+from mlxdet.training.run import EVENTS, MANIFEST, METRICS, Run, timeline
 from mlxdet.training.spikes import Detector
 
-KEPT = ("rows", "batch", "lr")  # what a record says about its step, beside the numbers that are judged
+KEPT = ("rows", "batch", "lr", "detour")  # what a record says about its step, beside the numbers that are judged
 
 
-def find(path: str | Path, window: int, factor: float) -> dict[str, Any]:
+def find(path: str | Path, window: int | None = None, factor: float | None = None) -> dict[str, Any]:
     """Return the spikes of the run or JSONL file at `path`, JSON-able, and the losses they are drawn on.
 
+    `window`, `factor`: of the rule; default the run's, or those of training/spikes.py. After a rollback a step is
+    judged by the steps that led to it, as while training, and not by those that were taken back.
     `spikes` is a list of {"first", "last", "steps"}: steps that jumped, each with its numbers and its rows if known;
-    QUIET records without one end a spike. Numbers that are not finite are strings. Raises UsageError, naming the line,
-    on what cannot be read.
+    QUIET records without one end a spike. Numbers that are not finite are strings. Raises UsageError or
+    FormatError, naming the line, on what cannot be read.
     """
     path = Path(path)
-    records, ignored = _run(path) if path.is_dir() else _jsonl(path)
-    detector = Detector(window, factor)
+    is_run = path.is_dir()
+    rule = Run(path).config.optim if is_run else OptimConfig()
+    window, factor = window or rule.spike_window, factor or rule.spike_factor
+    records, ignored = _run(path) if is_run else _jsonl(path)
+    detector, branch = Detector(window, factor), 0
     spikes: list[dict[str, Any]] = []
     places = []
     for place, r in enumerate(records):
+        if is_run and r["detour"] > branch:
+            branch = r["detour"]
+            finite = (s for s in records[:place] if math.isfinite(s["loss"]))  # what is not stopped the branch before
+            led = [s for s in timeline(finite) if s["step"] < r["step"]]
+            detector = Detector.after(led, window, factor)
         spike = detector.see(r["step"], r["loss"], r["grad_norm"])
         if spike is None:
             continue
@@ -40,7 +53,8 @@ def find(path: str | Path, window: int, factor: float) -> dict[str, Any]:
         spikes[-1]["last"] = spike.step
     return {
         "source": str(path),
-        "run": path.is_dir(),
+        "run": is_run,
+        "rollbacks": branch,
         "records": len(records),
         "ignored": ignored,
         "last": records[-1]["step"] if records else None,
@@ -51,44 +65,37 @@ def find(path: str | Path, window: int, factor: float) -> dict[str, Any]:
     }
 
 
-def picture(losses: list[float], places: list[int], width: int = 60) -> list[str]:
-    """Return two lines: the loss as bars, and a ^ below each bar that holds a spike, places being indices of losses.
-
-    A bar is the mean of its records, or where a spike is, the full height.
-    """
-    marked = set(places)
-    calm = [v for i, v in enumerate(losses) if i not in marked and math.isfinite(v)]
-    if not calm:
-        return ["", ""]
-    count = min(width, len(losses))
-    top, bars, marks, last = max(calm), [], "", calm[0]
-    for i in range(count):
-        inside = range(round(i * len(losses) / count), round((i + 1) * len(losses) / count))
-        spiked = any(j in marked for j in inside)
-        last = top if spiked else sum(losses[j] for j in inside) / len(inside)
-        bars.append(last)
-        marks += "^" if spiked else " "
-    return [sparkline(bars, width), marks.rstrip()]
-
-
 def _spelled(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _run(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of a run, the step that stopped it for not being finite as the last one."""
+    """Return the records of a run, branch by branch, each with its "detour" (0: before any rollback).
+
+    A step that was not finite has no line in the metrics; it is the last of its branch, and comes from the events.
+    """
     run = Run(path)
-    records = list(_lines(run.path / METRICS)) if (run.path / METRICS).exists() else []
-    known = [_judged(run.path / METRICS, number, r, number) for number, r in records]
-    if (run.path / EVENTS).exists():
-        last = known[-1]["step"] if known else 0
-        stops = {
-            e["step"]: {**e, "loss": float(e["loss"]), "grad_norm": float(e["grad_norm"])}
-            for _, e in _lines(run.path / EVENTS)
-            if e.get("event") == "non-finite" and e["step"] > last
-        }
-        known += [stops[step] for step in sorted(stops)]
-    return known, 0
+    known, last = {}, dict[int, int]()
+    for number, r in _lines(run.path / METRICS) if (run.path / METRICS).exists() else ():
+        record = _judged(run.path / METRICS, number, {"detour": 0, **r}, number)
+        branch = _branch(run.path / METRICS, number, record)
+        known[branch, record["step"]] = record
+        last[branch] = record["step"]
+    for number, e in _lines(run.path / EVENTS) if (run.path / EVENTS).exists() else ():
+        if e.get("event") not in ("spike", "non-finite"):
+            continue
+        stop = _judged(run.path / EVENTS, number, {"detour": 0, **e}, 0)
+        branch = _branch(run.path / EVENTS, number, stop)
+        finite = math.isfinite(stop["loss"]) and math.isfinite(stop["grad_norm"] or 0.0)
+        if not finite and stop["step"] > last.get(branch, 0):
+            known[branch, stop["step"]] = stop
+    return [known[key] for key in sorted(known)], 0
+
+
+def _branch(path: Path, number: int, record: dict[str, Any]) -> int:
+    if type(record["detour"]) is not int:
+        raise UsageError(f"{path}:{number}: detour is {quote(record['detour'])}, not a whole number")
+    return record["detour"]
 
 
 def _jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -120,19 +127,8 @@ def _judged(path: Path, number: int, record: dict[str, Any], place: int) -> dict
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) of a JSONL file. A last line without its end is still being written: left out."""
-    try:
-        texts = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
+    for record in Records(path):
         try:
-            record = json.loads(text)
-            if not isinstance(record, dict):
-                raise ValueError
-        except (ValueError, RecursionError):
-            if number == len(texts):
-                return
-            raise UsageError(f"{path}:{number}: not a JSON object") from None
-        yield number, record
+            yield record.line, json.loads(record.raw)
+        except ValueError:  # Python reads no integer of so many digits
+            raise FormatError(f"{path}:{record.line}: holds a number beyond all measure") from None

@@ -1,7 +1,6 @@
 """The result of a run in a few numbers."""
 
 import json
-from itertools import pairwise
 from typing import Any
 
 from mlxdet.training import checkpoint
@@ -30,17 +29,3 @@ def summary(run: Run) -> dict[str, Any]:
         "model_sha256": files.get(checkpoint.MODEL, {}).get("sha256"),
         "optimizer_sha256": files.get(checkpoint.OPTIMIZER, {}).get("sha256"),
     }
-
-
-BARS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: list[float], width: int = 60) -> str:
-    """Return `values` as one line of bars, averaged down to `width` of them; empty for no values."""
-    if not values:
-        return ""
-    count = min(width, len(values))
-    edges = [round(i * len(values) / count) for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    return "".join(BARS[int((m - low) / ((high - low) or 1.0) * (len(BARS) - 1) + 0.5)] for m in means)

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from mlxdet.formats.source import quote
+from mlxdet.formats.source import escape
 from mlxdet.measure.compare import TensorDifference
 from mlxdet.measure.ladder import Ladder
 from mlxdet.measure.twin import Pair, Twin
-from mlxdet.report.comparison import safe
+from mlxdet.report.tables import plain, put, say, show
 
 SHOWN = 10  # tensors that moved
 
@@ -20,26 +19,24 @@ def print_twin(twin: Twin, console: Console) -> None:
     """Print the repetitions, the distances, what moved and why, and the result."""
     console.print(_repetitions(twin))
     console.print()
-    console.print(f"identical: {twin.identical} of {twin.n}, all tensors bit for bit", markup=False, soft_wrap=True)
-    console.print(
-        f"floor: largest same-command relFro {_number(twin.floor)} (<= {twin.tol:g})", markup=False, soft_wrap=True
-    )
+    say(console, f"identical: {twin.identical} of {twin.n}, all tensors bit for bit")
+    missed = "" if twin.floor is not None and twin.floor <= twin.tol else ": no"
+    say(console, f"floor: largest same-command relFro {_number(twin.floor)} (<= {twin.tol:g}){missed}")
     if twin.different is not None:
         distance = twin.different.model_distance
-        console.print(
-            f"the other command: relFro {_number(distance)} (>= {twin.min_different:g}), {_ratio(twin.separation)}",
-            markup=False,
-        )
+        ratio = _ratio(twin.separation)
+        missed = "" if distance is not None and distance >= twin.min_different else ": no"
+        say(console, f"the other command: relFro {_number(distance)} (>= {twin.min_different:g}){missed}, {ratio}")
     for cause in dict.fromkeys(twin.causes.values()):
-        console.print(cause, markup=False, soft_wrap=True)
+        say(console, cause)
     for name, c in twin.pairs[0].parts.items():
         if c.total.nan_a or c.total.inf_a:
-            odd = f"{_shown(name)}: {c.total.nan_a} NaN and {c.total.inf_a} infinite slots in run {twin.pairs[0].a}"
-            console.print(odd, markup=False, soft_wrap=True)
+            odd = f"{c.total.nan_a} NaN and {c.total.inf_a} infinite slots in run {twin.pairs[0].a}"
+            say(console, f"{plain(name)}: {odd}")
     for name in sorted({name for pair in twin.pairs for name in pair.files}):
         same = 1 + sum(p.files.get(name, False) for p in twin.pairs if p.a == twin.repetitions[0].name)
         gate = "" if twin.gate_files else ", not gated (--files gates it)" if same < twin.n else ""
-        console.print(f"file {_shown(name)}: {same} of {twin.n} equal{gate}", markup=False, soft_wrap=True)
+        say(console, f"file {plain(name)}: {same} of {twin.n} equal{gate}")
     print_moved(twin.moved, console)
     print_result(twin.failed, console)
 
@@ -61,7 +58,7 @@ def _repetitions(twin: Twin) -> Table:
         row = [repetition.name, f"{repetition.seconds:.1f}"]
         if len(table.columns) == 4:
             row.append(str(repetition.setting) or "-")
-        table.add_row(*map(Text, [*row, "" if pair is None else _parts(pair, labels)]))
+        put(table, *row, "" if pair is None else _parts(pair, labels))
     return table
 
 
@@ -72,15 +69,15 @@ def _labels(names: Iterable[str]) -> dict[str, str]:
         return {parts[0]: ""}
     split = {name: name.removesuffix(")").rpartition(" (") for name in parts}
     one = len({checkpoint for checkpoint, _, _ in split.values()}) == 1 and all(mark for _, mark, _ in split.values())
-    return {name: split[name][2] if one else _shown(name) for name in parts}
+    return {name: split[name][2] if one else plain(name) for name in parts}
 
 
 def _parts(pair: Pair, labels: dict[str, str]) -> str:
     if pair.identical:
         return "identical"
-    moved = {labels.get(name, _shown(name)): c.total.relfro for name, c in pair.parts.items() if not c.identical}
+    moved = {labels.get(name, plain(name)): c.total.relfro for name, c in pair.parts.items() if not c.identical}
     told = [f"{label} {_number(distance)}".strip() for label, distance in moved.items()]
-    return ", ".join(told + [f"{_shown(name)} on one side only" for name in pair.one_sided])
+    return ", ".join(told + [f"{plain(name)} on one side only" for name in pair.one_sided])
 
 
 def print_moved(moved: Sequence[tuple[str, TensorDifference]], console: Console) -> None:
@@ -94,12 +91,11 @@ def print_moved(moved: Sequence[tuple[str, TensorDifference]], console: Console)
     table.add_column("relFro", justify="right", no_wrap=True)
     for part, tensor in moved[:SHOWN]:
         where = [labels[part]] if len(labels) > 1 else []
-        table.add_row(*map(Text, [_shown(tensor.name), *where, _shown(tensor.group), _number(tensor.relfro)]))
+        put(table, plain(tensor.name), *where, plain(tensor.group), _number(tensor.relfro))
     groups = len({(part, tensor.group) for part, tensor in moved})
-    console.print()
-    console.print(table)
+    show(console, table)
     rest = f"and {len(moved) - SHOWN} more; " if len(moved) > SHOWN else ""
-    console.print(f"{rest}{_count(len(moved), 'tensor')} moved, in {_count(groups, 'group')}", markup=False)
+    say(console, f"{rest}{_count(len(moved), 'tensor')} moved, in {_count(groups, 'group')}")
 
 
 def print_ladder(ladder: Ladder, console: Console) -> None:
@@ -108,28 +104,28 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
     for name, width in (("step", 4), ("relFro", 9), ("max_abs", 9), ("moved", 5)):
         table.add_column(name, justify="right", no_wrap=True, min_width=width)
     table.add_column("1e-12 .. 1", width=WIDTH, min_width=WIDTH, no_wrap=True)
-    table.add_column("worst", overflow="ellipsis", no_wrap=True)
+    table.add_column("worst", overflow="fold")
     odd = [rung for rung in ladder.rungs if rung.step in ladder.growth.anomalies]
     for rung in ladder.rungs:
         row = [str(rung.step), _number(rung.relfro), _number(rung.max_abs), str(len(rung.moved)), _bar(rung.relfro)]
-        worst = "".join(f"{_number(t.relfro)} {_shown(t.name)}" for t in rung.moved[:1])
-        table.add_row(*map(Text, [*row, f"<-- {worst}" if rung in odd else worst]))
+        worst = "".join(f"{_number(t.relfro)} {plain(t.name)}" for t in rung.moved[:1])
+        put(table, *row, f"<-- {worst}" if rung in odd else worst)
     console.print(table)
     console.print()
-    console.print(str(ladder.growth), markup=False, soft_wrap=True)
+    say(console, str(ladder.growth))
     for rung in odd:
-        names = ", ".join(f"{_shown(t.name)} {_number(t.relfro)}" for t in rung.moved[:SHOWN])
+        names = ", ".join(f"{plain(t.name)} {_number(t.relfro)}" for t in rung.moved[:SHOWN])
         rest = f" and {len(rung.moved) - SHOWN} more" if len(rung.moved) > SHOWN else ""
-        console.print(f"step {rung.step} breaks the trend; there moved: {names}{rest}", markup=False, soft_wrap=True)
+        say(console, f"step {rung.step} breaks the trend; there moved: {names}{rest}")
     print_result(ladder.failed, console)
 
 
 def print_result(failed: Sequence[str], console: Console) -> None:
     """Print what does not hold, or that all holds."""
     for line in failed:
-        console.print(safe(f"does not hold: {line}"), markup=False, soft_wrap=True)
+        say(console, escape(f"does not hold: {line}"))
     if not failed:
-        console.print("holds", markup=False, soft_wrap=True)
+        say(console, "holds")
 
 
 WIDTH = 12  # one column a decade, from 1e-12 to 1
@@ -154,8 +150,3 @@ def _ratio(separation: float | None) -> str:
     if separation is None:
         return "no ratio"
     return "over a floor of 0" if math.isinf(separation) else f"{separation:.2g} times the floor"
-
-
-def _shown(name: str) -> str:
-    """Return a name from a file: quoted only where it holds what a terminal must not see."""
-    return name if name.isprintable() and len(name) <= 100 else quote(name)

@@ -5,13 +5,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxdet import config as configs
 from mlxdet.auditing.audit import audit_targets
 from mlxdet.auditing.report import Audit
 from mlxdet.backends import Backend
 from mlxdet.config import TrainConfig
 from mlxdet.data.batches import Batch
+from mlxdet.data.packing import RecordBatch
 from mlxdet.errors import Fault
 from mlxdet.model import gpt
+from mlxdet.training.states import trained_shapes
 from mlxdet.training.step import State, TrainStep
 
 
@@ -26,12 +29,37 @@ def audit_step(config: TrainConfig, vocab: int, target: str, kernels: str | None
     assert config.model.context
     shape = (min(config.optim.accumulation, 2), config.optim.batch, config.model.context + 1)
 
-    def run(weights: gpt.Weights, first: gpt.Weights, second: gpt.Weights, tokens: Any) -> Any:
-        return step(State(weights, first, second, 0), Batch(1, tokens, np.zeros(0, np.int64), ""))
+    none = np.zeros(0, np.int64)
 
-    shapes = gpt.shapes(config.model, vocab)
+    def run(weights: gpt.Weights, first: gpt.Weights, second: gpt.Weights, tokens: Any) -> Any:
+        return step(State(weights, first, second, 0), Batch(1, tokens, none, ""))
+
+    shapes = trained_shapes(config, vocab)
     trees = [{name: mx.zeros(s, mx.float32) for name, s in shapes.items()} for _ in range(3)]  # lazy: never made
-    return audit_targets(run, (*trees, mx.zeros(shape, mx.int32)), {}, (target,))[target]
+    if not configs.tuned(config):
+        return audit_targets(run, (*trees, mx.zeros(shape, mx.int32)), {}, (target,))[target]
+
+    groups, lines, width = shape[0], shape[1] * (2 if step.objective.pairs else 1), config.model.context
+    counted = np.ones((groups, lines, width), bool)  # the number of scored tokens is the host's
+
+    def tuned(weights: Any, first: Any, second: Any, base: Any, tokens: Any, more: dict[str, Any]) -> Any:
+        state = State(weights, first, second, 0, base=base)
+        if config.tune.objective == "lm":
+            return step(state, Batch(1, tokens, none, ""))
+        more = {"positions": None, "segments": None, **more}
+        total = step.begin(state, RecordBatch(1, tokens, rows=none, spans=none, digest="", **more))
+        host = np.zeros((groups, lines, width + 1), np.int32)
+        return step.finish(state, RecordBatch(1, host, counted, None, None, none, none, ""), total)
+
+    base = gpt.shapes(config.model, vocab) if config.tune.lora_rank else {}
+    more = {"scored": mx.ones(counted.shape, mx.bool_)}
+    if config.data.packing:
+        more |= {name: mx.zeros(counted.shape, mx.int32) for name in ("positions", "segments")}
+    if step.objective.reference:
+        more["reference"] = mx.zeros((groups, lines), mx.float32)
+    frozen = {name: mx.zeros(s, mx.float32) for name, s in base.items()}
+    tokens = mx.zeros((groups, lines, width + 1), mx.int32)
+    return audit_targets(tuned, (*trees, frozen, tokens, more), {}, (target,))[target]
 
 
 def audit_for_start(config: TrainConfig, vocab: int, backend: Backend) -> dict[str, Any]:

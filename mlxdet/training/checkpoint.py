@@ -36,13 +36,18 @@ _UNFINISHED = ".unfinished-"
 @dataclass(frozen=True)
 class Snapshot:
     """The state of a training on the host: weights, first and second moments (float32, the same names), steps done,
-    and the past that the next ones depend on."""
+    and the past that the next ones depend on. Of adapters also the content digest of the frozen base under them."""
 
     weights: dict[str, np.ndarray]
     first: dict[str, np.ndarray]
     second: dict[str, np.ndarray]
     step: int
     past: Past = FRESH
+    base: str | None = None
+
+
+class NotFinite(Fault):
+    """A state that is not saved, because a value in it is not finite."""
 
 
 def sync_directory(path: Path) -> None:
@@ -131,7 +136,7 @@ def save(checkpoints: Path, state: Snapshot, recipe: str) -> Path:
     optimizer |= {f"{name}.v": from_numpy(v) for name, v in state.second.items()}
     for name, tensor in (model | optimizer).items():
         if not np.isfinite(tensor.to_numpy()).all():
-            raise Fault(f"step {state.step}: tensor {name} is not finite, so it is not saved; {kept}")
+            raise NotFinite(f"step {state.step}: tensor {name} is not finite, so it is not saved; {kept}")
     optimizer["step"] = from_numpy(np.array(state.step, np.uint64))
     temporary = checkpoints / f"{_UNFINISHED}{state.step:08d}"
     with saving(str(final), kept):
@@ -148,6 +153,7 @@ def save(checkpoints: Path, state: Snapshot, recipe: str) -> Path:
                 # Format 2, so that a version that does not know of withheld updates refuses it.
                 detours = [[d.step, d.to] for d in state.past.detours]
                 content |= {"format": 2, "skipped": state.past.skipped, "detours": detours}
+            content |= {"base": state.base} if state.base is not None else {}
             _write(temporary / STATE, lambda f: f.write(_dump(content)))
             sync_directory(temporary)
             if final.exists():  # a directory of that name without a state.json: not a checkpoint
@@ -228,7 +234,7 @@ def load(path: Path, recipe: str | None = None) -> Snapshot:
         )
     first, second = ({k: optimizer[f"{k}.{moment}"] for k in model} for moment in "mv")
     past = Past(content.get("skipped", 0), tuple(Detour(*d) for d in content.get("detours", ())))
-    return Snapshot(model, first, second, step, past)
+    return Snapshot(model, first, second, step, past, content.get("base"))
 
 
 def _sha256(path: Path) -> str:

@@ -11,10 +11,10 @@ import numpy as np
 from mlxdet import backends
 from mlxdet import config as configs
 from mlxdet.config import TrainConfig
-from mlxdet.data.text import Corpus
+from mlxdet.data.packing import RecordBatches
 from mlxdet.errors import UsageError
-from mlxdet.training import provenance
-from mlxdet.training.corpora import corpus_diff, open_corpus_of, text_batches
+from mlxdet.training import base, provenance
+from mlxdet.training.corpora import AnyCorpus, batches_of, corpus_diff, open_corpus_of
 from mlxdet.training.run import Run, create, recipe
 from mlxdet.training.trainer import Listener, Quiet, Trainer
 
@@ -31,16 +31,22 @@ def train(
     `run.stopped` is "done", or "interrupted" after SIGINT or SIGTERM (saved, can be resumed). Raises UsageError before
     anything is written, Fault when training had to stop: a non-finite loss, a full disk.
     """
-    config = (config or TrainConfig()).resolve()
+    config = base.shaped(config or TrainConfig()).resolve()
     backend = backends.activate(config.loop.device, config.loop.kernels)
     config = replace(config, loop=replace(config.loop, device=backend.name))
     where = Path(out) if out is not None else _free_name(config)
-    return start(config, open_corpus_of(config), backend, where, {}, overwrite, listener or Quiet(), lambda run: None)
+    corpus = open_corpus_of(config)
+    if config.tune.base is None:
+        return start(config, corpus, backend, where, {}, overwrite, listener or Quiet(), lambda run: None)
+    base.check_tokenizer(config.tune.base, corpus)
+    weights, origin = base.read(config.tune.base)
+    return start(config, corpus, backend, where, {"base": origin}, overwrite, listener or Quiet(),
+                 lambda run: base.publish(run, weights))  # fmt: skip
 
 
 def start(
     config: TrainConfig,
-    corpus: Corpus,
+    corpus: AnyCorpus,
     backend: backends.Backend,
     out: Path,
     origin: dict[str, Any],
@@ -54,17 +60,24 @@ def start(
     """
     from mlxdet.training.audit import audit_for_start  # imports MLX
 
-    batches = text_batches(config, corpus)
+    batches = batches_of(config, corpus)
     described = corpus.describe()
+    unit, train, val = (
+        ("rows", batches.train_rows, batches.val_rows)
+        if isinstance(batches, RecordBatches)
+        else ("tokens", batches.train_tokens, batches.val_tokens)
+    )
+    adapters = {"trainable": _parameters(config, corpus.vocab_size, trained=True)} if config.tune.lora_rank else {}
     manifest = {
         "format": 1,
         "config": config.as_dict(),
-        "recipe": recipe(config, described),
+        "recipe": recipe(config, described, origin.get("base", {}).get("digest")),
         "argv": sys.argv,
         "corpus": described,
-        "train_tokens": batches.train_tokens,
-        "val_tokens": batches.val_tokens,
+        f"train_{unit}": train,
+        f"val_{unit}": val,
         "parameters": _parameters(config, corpus.vocab_size),
+        **adapters,
         "audit": audit_for_start(config, corpus.vocab_size, backend),
         "environment": backend.fingerprint(),
         "code": provenance.code_identity(),
@@ -91,8 +104,12 @@ def resume(
     corpus is refused. So is a changed environment, unless `inexact` accepts that the rest may have other bits.
     """
     run = Run(path)
-    config = run.config.replace(**(changes or {}))
-    decisive = configs.differences(run.config, config)
+    config = run.config.replace(**(changes or {})).resolve()
+    rolled_back = any(r.get("detour") for r in run.records())
+    decisive = configs.differences(run.config, config, rolled_back)
+    for name in {*configs.TUNE, *configs.ROWS} & {*(changes or {})}:  # of no effect on a run of another kind
+        if not decisive and configs.value(config, name) != configs.value(run.config, name):
+            decisive = [(name, configs.value(run.config, name), configs.value(config, name))]
     if decisive:
         diff = "".join(f"\n  {configs.flag(n)}: the run has {a!r}, asked for {b!r}" for n, a, b in decisive)
         raise UsageError(f"{run.path}: a resume cannot change what decides the bits of the run:{diff}")
@@ -112,22 +129,26 @@ def resume(
         from mlxdet.training.audit import audit_for_start
 
         audit_for_start(config, corpus.vocab_size, backend)  # the manifest speaks of another environment
-    batches = text_batches(config, corpus)
+    batches = batches_of(config, corpus)
     run.acquire()
     try:
+        base.complete(run)
         return Trainer(run, config, corpus, batches, backend, listener or Quiet()).train([list(d) for d in differ])
     finally:
         run.release()
 
 
-def _parameters(config: TrainConfig, vocab: int) -> int:
+def _parameters(config: TrainConfig, vocab: int, trained: bool = False) -> int:
+    """Return the number of weights of the model without adapters, or of those that are trained."""
     from mlxdet.model.gpt import shapes  # imports MLX
+    from mlxdet.training.states import trained_shapes
 
-    return sum(int(np.prod(shape)) for shape in shapes(config.model, vocab).values())
+    table = trained_shapes(config, vocab) if trained else shapes(config.model, vocab)
+    return sum(int(np.prod(shape)) for shape in table.values())
 
 
 def _free_name(config: TrainConfig) -> Path:
-    base, n = f"runs/{config.model.preset}-s{config.seeds.seed}", 1
-    while Path(name := base if n == 1 else f"{base}-{n}").exists():
+    first, n = f"runs/{config.model.preset}-s{config.seeds.seed}", 1
+    while Path(name := first if n == 1 else f"{first}-{n}").exists():
         n += 1
     return Path(name)

@@ -9,6 +9,7 @@ gives the same bits with and without a backward pass, as on the CPU); later epoc
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,11 @@ def of_batch(values: np.ndarray, batch: RecordBatch) -> np.ndarray:
     if np.isnan(values[rows]).any():
         raise ValueError(f"step {batch.step} holds rows without a reference value")
     return values[rows].swapaxes(1, 2).reshape(len(rows), -1)
+
+
+def with_reference(batch: RecordBatch, values: np.ndarray) -> RecordBatch:
+    """Return `batch` with the reference values of its lines. Raises ValueError if a row of it has none."""
+    return replace(batch, reference=of_batch(values, batch))
 
 
 def _by_micro(batch: RecordBatch) -> np.ndarray:

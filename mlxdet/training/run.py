@@ -53,6 +53,41 @@ def timeline(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+# What is read of a line, by its event, or by the log where it is no event.
+NEEDED = {
+    METRICS: ("loss", "grad_norm"),
+    VALIDATION: ("loss",),
+    "rollback": ("to", "detour"),
+    "spike": ("loss", "grad_norm", "rows"),
+    "non-finite": ("loss", "grad_norm", "rows"),
+}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of one of a run's logs; an unfinished last line is left out, no file has no lines.
+
+    Raises UsageError, with the line, for what this log cannot hold.
+    """
+    found = []
+    try:
+        texts = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    for number, text in enumerate(texts, 1):
+        try:
+            record = json.loads(text)
+            if not all(type(n) is int for n in (record["step"], record.get("detour", 0), record.get("to", 0))):
+                raise ValueError
+            for name in NEEDED.get(record.get("event", path.name), ()):
+                record[name] if name in ("to", "detour", "rows") else float(record[name])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise UsageError(f"{path}:{number}: not a line of this log; the file was changed") from None
+        found.append(record)
+    return found
+
+
 class Log:
     """An append-only JSONL file. `keyed` ones check lines that are written again, by their "detour" and "step"."""
 
@@ -128,7 +163,7 @@ class Run:
         try:
             self.manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_bytes())
             self.config = configs.from_dict(self.manifest["config"], str(self.path / MANIFEST))
-            self.recipe = recipe(self.config, self.manifest["corpus"])
+            self.recipe = recipe(self.config, self.manifest["corpus"], self.base)
             damaged = self.manifest["recipe"] != self.recipe
         except FileNotFoundError:
             raise UsageError(f"{self.path}: not a run (no {MANIFEST} in it)") from None
@@ -155,6 +190,11 @@ class Run:
         return self.manifest.get("forked", {}).get("tokens", 0)
 
     @property
+    def base(self) -> str | None:
+        """The content digest of the weights that it was started from with --from; None where they were drawn."""
+        return self.manifest["base"]["digest"] if "base" in self.manifest else None
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -175,17 +215,30 @@ class Run:
 
         Of metrics and validation, those of the run as it is now; with `branches` also those that a rollback took back.
         """
-        lines: list[dict[str, Any]] = []
-        if (self.path / name).exists():
-            lines = [json.loads(text) for text in (self.path / name).read_text().split("\n")[:-1]]
-        yield from timeline(lines) if name in (METRICS, VALIDATION) and not branches else lines
+        whole = lines(self.path / name)
+        yield from timeline(whole) if name in (METRICS, VALIDATION) and not branches else whole
 
     def past(self, step: int | None = None) -> Past:
         """Return what the run has been through up to `step` (default: its end), from its logs: the detours that the
         steps of the run as it is now have taken, and the updates withheld up to `step`."""
-        rollbacks = {e["detour"]: Detour(e["step"], e["to"]) for e in self.records(EVENTS) if e["event"] == "rollback"}
-        skipped = sum(1 for r in self.records() if r.get("skipped") and (step is None or r["step"] <= step))
-        return Past(skipped, tuple(rollbacks[n] for n in sorted(rollbacks)))
+        logged = lines(self.path / METRICS)
+        taken = self.rollbacks(logged)
+        now = timeline(logged)
+        skipped = sum(1 for r in now if r.get("skipped") and (step is None or r["step"] <= step))
+        # An inexact resume from before a rollback may not take it again, so it is the lines that say.
+        begun = max((r.get("detour", 0) for r in now), default=0)
+        return Past(skipped, tuple(taken[n] for n in range(1, begun + 1)))
+
+    def rollbacks(self, logged: list[dict[str, Any]]) -> dict[int, Detour]:
+        """Return the rollbacks by number, from 1. `logged`: the lines of metrics.jsonl, read before (a rollback is an
+        event before it is in a line). Raises UsageError where a line is of a rollback that is no event."""
+        found = {e["detour"]: Detour(e["step"], e["to"]) for e in lines(self.path / EVENTS) if e["event"] == "rollback"}
+        for r in logged:
+            if r.get("detour", 0) not in (0, *found):
+                raise UsageError(
+                    f"{self.path / METRICS}: step {r['step']} is of a rollback that {EVENTS} does not have"
+                )
+        return found
 
     def acquire(self) -> None:
         """Become the one writer of this run. Raises UsageError if another process is."""
@@ -204,13 +257,15 @@ class Run:
             self._lock = None
 
 
-def recipe(config: TrainConfig, corpus: dict[str, Any]) -> str:
-    """Return the digest of what decides a run's bits, on a given machine: settings (not comfort) and corpus content."""
+def recipe(config: TrainConfig, corpus: dict[str, Any], base: str | None = None) -> str:
+    """Return the digest of what decides a run's bits, on a given machine: settings (not comfort), the content of the
+    corpus, and the content digest of the weights it starts from (not where they lie)."""
     decides = {
         name: getattr(getattr(config, f.section), name)
         for name, f in configs.FIELDS.items()
         if configs.decides(config, name)
     }
+    decides |= {"base": base} if base is not None else {}
     content = {"config": decides, "corpus": corpus["digest"], "vocab": corpus["vocab"]}
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -259,6 +314,8 @@ class Logs:
     """The four logs of a run, open for writing."""
 
     def __init__(self, run: Run):
+        for name in (METRICS, VALIDATION):
+            lines(run.path / name)  # raises for a changed file, before any is open
         self.metrics = Log(run.path / METRICS, keyed=True)
         self.validation = Log(run.path / VALIDATION, keyed=True)
         self.timing = Log(run.path / TIMING, keyed=False)

@@ -127,6 +127,7 @@ class Detector:
         self.window, self.factor = window, factor
         self._losses, self._log_norms = _Window(window), _Window(window)
         self._quiet = QUIET
+        self._limits: Limits | None = None  # made once for a step, however often it is asked for
 
     @staticmethod
     def after(records: Iterable[Mapping[str, Any]], window: int = WINDOW, factor: float = FACTOR) -> "Detector":
@@ -138,16 +139,18 @@ class Detector:
 
     def limits(self) -> Limits:
         """Return what the next record is judged by."""
-        losses, log_norms = self._losses.ordered, self._log_norms.ordered
-        return Limits(
-            _loss_level(losses) if len(losses) >= MINIMUM else None,
-            _norm_level(log_norms) if len(log_norms) >= MINIMUM else None,
-            self.factor,
-        )
+        if self._limits is None:
+            losses, log_norms = self._losses.ordered, self._log_norms.ordered
+            self._limits = Limits(
+                _loss_level(losses) if len(losses) >= MINIMUM else None,
+                _norm_level(log_norms) if len(log_norms) >= MINIMUM else None,
+                self.factor,
+            )
+        return self._limits
 
     def see(self, step: int, loss: float, grad_norm: float | None = None) -> Spike | None:
         """Take the next record; return the spike it is, or None."""
-        limits = self.limits()
+        limits, self._limits = self.limits(), None
         reason = limits.judge(loss, grad_norm)
         finite = loss if math.isfinite(loss) else None
         log_norm = None if grad_norm is None or not math.isfinite(grad_norm) else _log(grad_norm)

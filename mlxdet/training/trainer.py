@@ -20,12 +20,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxdet.config import TrainConfig
-from mlxdet.data.batches import Batch, Prefetcher, TextBatches
-from mlxdet.data.text import Corpus
+from mlxdet.data.batches import Prefetcher
+from mlxdet.data.packing import RecordBatch, RecordBatches
 from mlxdet.errors import Fault, UsageError
 from mlxdet.seeds import Splitmix64, seed_everything, stream
-from mlxdet.training import checkpoint
+from mlxdet.training import checkpoint, reference
+from mlxdet.training.corpora import AnyBatch, AnyBatches, AnyCorpus
 from mlxdet.training.detours import MOST, Detour, Past, detour_at, target
+from mlxdet.training.record import described
 from mlxdet.training.run import METRICS, Logs, Run, timeline
 from mlxdet.training.schedule import learning_rate
 from mlxdet.training.spikes import Detector, Spike
@@ -102,12 +104,13 @@ class Trainer:
     """One training of one run: what the steps share. MLX is imported here, after the backend was pinned."""
 
     def __init__(
-        self, run: Run, config: TrainConfig, corpus: Corpus, batches: TextBatches, backend: Any, listener: Listener
+        self, run: Run, config: TrainConfig, corpus: AnyCorpus, batches: AnyBatches, backend: Any, listener: Listener
     ):
         import mlx.core as mx
 
         from mlxdet.training.evaluate import Evaluator
-        from mlxdet.training.step import State, TrainStep, initial_state
+        from mlxdet.training.states import States
+        from mlxdet.training.step import TrainStep
 
         self.mx = mx
         self.run, self.config, self.corpus, self.batches, self.listener = run, config, corpus, batches, listener
@@ -119,24 +122,40 @@ class Trainer:
         checkpoint.sweep(run.checkpoints)
         if run.first and not run.steps():
             raise UsageError(f"{run.path}: the fork was interrupted before it began; remove it and fork again")
-        self._state_of = State.of
-        self._initial = lambda: initial_state(config, corpus.vocab_size)
-        self.state = State.of(run.load()) if run.steps() else self._initial()
-        self._check_shapes()
+        self.states = States(run, config, corpus.vocab_size)
+        self.state = self.states.of(run.load()) if run.steps() else self.states.initial()
         self.policy = config.optim.on_spike
         self.detector = self._detector()
-        self.windows = batches.validation(config.optim.batch) if batches.val_tokens else []
-        self.tokens_per_step = int(np.prod(batches.shape[:2])) * config.model.context  # type: ignore[operator]
+        self.windows: list[Any] = batches.validation(config.optim.batch)  # of rows: (tokens, scored)
+        self.reference = np.zeros((0, 2), np.float32)  # of dpo, with that of the windows
+        self.window_reference: list[np.ndarray] = []
 
-    def _check_shapes(self) -> None:
-        from mlxdet.model.gpt import shapes
+    def _refer(self) -> None:
+        """Get the log-probabilities under the reference: those of a run are computed once, before its first step."""
+        assert isinstance(self.batches, RecordBatches)
+        base = self.states.base()
 
-        want = shapes(self.config.model, self.corpus.vocab_size)
-        have = {k: tuple(w.shape) for k, w in self.state.weights.items()}
-        if want != have:
-            odd = [f"{k}: {have.get(k, 'missing')} instead of {want.get(k, 'nothing')}" for k in sorted(want | have)
-                   if want.get(k) != have.get(k)]  # fmt: skip
-            raise UsageError(f"{self.run.path}: the checkpoint does not fit the model: {'; '.join(odd[:5])}")
+        def score(tokens: np.ndarray, scored: np.ndarray) -> np.ndarray:
+            return self.evaluator.score(base, tokens, scored)
+
+        found = reference.load(self.run.path, self.run.recipe)
+        if found is None:
+            began = time.perf_counter()
+            # After a rollback any row may be read.
+            steps = self.config.optim.steps if self.policy != "rollback" else self.batches.train_rows
+            found = reference.compute(self.batches, steps, score)
+            reference.save(self.run.path, found, self.run.recipe)
+            rows = int(np.count_nonzero(np.isfinite(found[:, 0])))
+            self.logs.event("reference", step=self.state.step, rows=rows, seconds=round(time.perf_counter() - began, 3))
+        self.reference = found
+        self.window_reference = [score(*part) for part in self.windows]
+
+    def batch(self, step: int, detours: tuple[Detour, ...]) -> AnyBatch:
+        """Return what is read in `step`."""
+        batch = self.batches.batch(step, detour_at(detours, step))
+        if isinstance(batch, RecordBatch) and self.step_fn.objective.reference:
+            return reference.with_reference(batch, self.reference)
+        return batch
 
     def _detector(self) -> Detector | None:
         """Return the detector that has seen the steps up to the state, or None if there is no detection."""
@@ -167,6 +186,8 @@ class Trainer:
                     self.logs.validation.forget_after(self.state.step, len(self.state.past.detours))
             try:
                 self.listener.started(self.run, self.state.step)
+                if self.step_fn.objective.reference and self.state.step < self.config.optim.steps:
+                    self._refer()
                 while self.state.step < self.config.optim.steps:
                     try:
                         self._steps(asked)
@@ -188,11 +209,11 @@ class Trainer:
         detours = self.state.past.detours
         back = self.config.optim.rollback_steps if self.policy == "rollback" else 0
 
-        def batch_of(step: int) -> Batch:
-            return self.batches.batch(step, detour_at(detours, step))
+        def batch_of(step: int) -> AnyBatch:
+            return self.batch(step, detours)
 
         self._mark = time.perf_counter()
-        pending: tuple[Batch, Any] | None = None
+        pending: tuple[AnyBatch, Any] | None = None
         with Prefetcher(batch_of, start + 1, last + 1, loop.prefetch) as prefetched:
             for batch in prefetched:
                 total = self.step_fn.begin(self.state, batch)
@@ -205,7 +226,8 @@ class Trainer:
                     assert self.detector is not None
                     limits = self.detector.limits().thresholds()
                     self.state, outcome = self.step_fn.finish(self.state, batch, total, limits)
-                self.mx.async_eval(*self.state.arrays(), outcome.loss, outcome.grad_norm, outcome.applied)
+                more = [outcome.measures] if outcome.measures is not None else []
+                self.mx.async_eval(*self.state.arrays(), outcome.loss, outcome.grad_norm, outcome.applied, *more)
                 pending = (batch, outcome)
                 step, stop = batch.step, asked.is_set()
                 validate = loop.val_every > 0 and (step % loop.val_every == 0 or step == last)
@@ -220,12 +242,17 @@ class Trainer:
                     if sample:
                         self._sample()
                     if save:
-                        self._save()
+                        try:
+                            self._save()
+                        except checkpoint.NotFinite:
+                            # The next step will say so and do what the policy asks for, whatever is saved and when.
+                            if stop or step == last:
+                                raise
                     self._mark = time.perf_counter()
                 if stop:
                     break
 
-    def _record(self, batch: Batch, outcome: Any) -> None:
+    def _record(self, batch: AnyBatch, outcome: Any) -> None:
         """Wait for a step, log it, and do what a spike asks for.
 
         Raises Fault on a non-finite loss or gradient and where the policy is to stop, _Rollback where it is to go back.
@@ -242,7 +269,6 @@ class Trainer:
                 f"{'made' if applied else 'withheld'}, the host would have it otherwise (limits {limits}): do not "
                 f"trust this machine"
             )
-        detour = len(self.state.past.detours)
         if finite:
             record = {
                 "step": batch.step,
@@ -250,12 +276,13 @@ class Trainer:
                 "loss_hex": loss.hex(),
                 "grad_norm": norm,
                 "lr": learning_rate(self.config.optim, batch.step, self.state.past.detours),
-                "tokens": self.run.first_tokens + (batch.step - self.run.first) * self.tokens_per_step,
-                "batch": batch.digest,
-                "rows": batch.rows.tolist(),
-            }
+                **described(
+                    batch, outcome, self.step_fn.objective.measures,
+                    self.run.first_tokens + (batch.step - self.run.first) * self.step_fn.units(batch),
+                ),
+            }  # fmt: skip
             record |= {"skipped": True} if withheld and self.policy == "skip" else {}
-            record |= {"detour": detour} if detour else {}
+            record |= self._branch()
             self.logs.metrics.write(record)
         if spike is not None or not finite:
             self._spiked(batch, spike, loss, norm)
@@ -270,7 +297,7 @@ class Trainer:
         timing = {
             "step": batch.step,
             "seconds": round(seconds, 6),
-            "tokens_per_s": round(self.tokens_per_step / max(seconds, 1e-9), 1),
+            "tokens_per_s": round(batch.tokens[..., 1:].size / max(seconds, 1e-9), 1),
             "active": self.mx.get_active_memory(),
             "cache": self.mx.get_cache_memory(),
             "peak": self.mx.get_peak_memory(),
@@ -279,7 +306,7 @@ class Trainer:
         self.logs.timing.write(timing)
         self.listener.stepped(record, timing)
 
-    def _spiked(self, batch: Batch, spike: Spike | None, loss: float, norm: float) -> None:
+    def _spiked(self, batch: AnyBatch, spike: Spike | None, loss: float, norm: float) -> None:
         """Do what the policy says about a spike or a value that is not finite (`spike` is None without detection)."""
         finite = math.isfinite(loss) and math.isfinite(norm)
         action = self.policy if finite or self.policy == "rollback" else "stop"
@@ -287,7 +314,7 @@ class Trainer:
             numbers = {
                 k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in asdict(spike).items()
             }
-            self.logs.event("spike", **numbers, action=action, rows=batch.rows.tolist())
+            self.logs.event("spike", **numbers, action=action, rows=batch.rows.tolist(), **self._branch())
             self.listener.spiked(spike, action)
         if action == "skip":
             past = self.state.past
@@ -297,12 +324,13 @@ class Trainer:
         if action in ("stop", "rollback"):
             self._stop_before(batch, spike, loss, norm)
 
-    def _stop_before(self, batch: Batch, spike: Spike | None, loss: float, norm: float) -> None:
+    def _stop_before(self, batch: AnyBatch, spike: Spike | None, loss: float, norm: float) -> None:
         """Save the state before the update of `batch`, which was withheld, and raise Fault."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.logs.event(
-                "non-finite", step=batch.step, loss=str(loss), grad_norm=str(norm), rows=batch.rows.tolist()
-            )
+                "non-finite", step=batch.step, loss=str(loss), grad_norm=str(norm), rows=batch.rows.tolist(),
+                **self._branch(),
+            )  # fmt: skip
             why = "not finite, so the update was not made"
         else:
             assert spike is not None
@@ -310,12 +338,17 @@ class Trainer:
         if self.policy != "warn" and batch.step > 1:
             # The update was withheld and no later one is under way: the arrays are those of the step before.
             self.state = replace(self.state, step=batch.step - 1)
-            self._save()
+            try:
+                self._save()
+            except checkpoint.NotFinite as error:  # the state is what is broken: no news, and nothing to save
+                why += f" ({error})"
         steps = self.run.steps()
         kept = f"step {steps[-1]}" if steps else "none was saved yet"
         detours = ", ".join(str(d.step) for d in self.state.past.detours)
         again = f" It had rolled back at steps {detours}." if detours else ""
-        way = f" `mlxdet resume {self.run.path} --on-spike warn` goes on all the same." if self.policy == "stop" else ""
+        way = f" `mlxdet resume {self.run.path} --on-spike warn` goes on all the same." if self.policy == "stop" else (
+            f" `mlxdet fork {self.run.path} --at {batch.step - 1} --on-spike warn --out NEW` goes on all the same."
+        )  # fmt: skip
         raise Fault(
             f"step {batch.step}: loss {loss}, gradient norm {norm}: {why}; last good checkpoint: {kept}.{again}"
             f"{way if spike and spike.reason != 'not finite' else ''} Rows of the batch: {batch.rows.tolist()} "
@@ -327,26 +360,29 @@ class Trainer:
         o, past = self.config.optim, self.state.past
         to = max(target(spike.step, past.detours, o.rollback_steps), self.run.first)
         number = len(past.detours) + 1
+        saved = self.states.of(self.run.load(to)) if to else self.states.initial()  # first: it may be damaged
         self.logs.event("rollback", step=spike.step, to=to, detour=number, reason=spike.reason,
                         factor=o.rollback_factor, ramp=o.rollback_ramp)  # fmt: skip
         checkpoint.discard(self.run.checkpoints, to)
-        saved = self._state_of(self.run.load(to)) if to else self._initial()
         # What was withheld before the detour stays withheld; what the branch went through is gone with it.
         self.state = replace(saved, past=Past(saved.past.skipped, (*past.detours, Detour(spike.step, to))))
         self.detector = self._detector()
 
     def _validate(self) -> None:
         if self.windows and self.config.loop.val_every:
-            loss = self.evaluator.loss(self.state.weights, self.windows)
-            record = {
-                "step": self.state.step,
-                "loss": loss,
-                "loss_hex": loss.hex(),
-                "windows": sum(map(len, self.windows)),
-            }
-            detour = len(self.state.past.detours)
-            record |= {"detour": detour} if detour else {}
-            self.logs.validation.write(record)
+            model, more = self.step_fn.model(self.state), {}
+            if isinstance(self.batches, RecordBatches):
+                count = sum(len(tokens) for tokens, _ in self.windows) // self.batches.corpus.sides
+                more = self.evaluator.means(model, self.windows, self.window_reference)
+                loss = more.pop("loss")
+            else:
+                count = sum(map(len, self.windows))
+                loss = self.evaluator.loss(model, self.windows)
+            if not math.isfinite(loss):  # the next step will stop the run, or take it back
+                self.logs.event("validation", step=self.state.step, loss=str(loss))
+                return
+            record = {"step": self.state.step, "loss": loss, "loss_hex": loss.hex(), "windows": count, **more}
+            self.logs.validation.write(record | self._branch())
             self.listener.validated(self.state.step, loss)
 
     def _sample(self) -> None:
@@ -355,7 +391,7 @@ class Trainer:
         rng = Splitmix64(stream(self.config.seeds.seed, "sample", self.state.step))
         prompt = self.corpus.tokenizer.encode(self.config.loop.sample_prompt).tolist()
         ids = generate(
-            self.state.weights, self.config.model, self.step_fn.ops, self.step_fn.dtype, prompt,
+            self.step_fn.model(self.state), self.config.model, self.step_fn.ops, self.step_fn.dtype, prompt,
             self.config.loop.sample_tokens, temperature=0.8, top_k=0, rng=rng,
         )  # fmt: skip
         text = self.corpus.decode(np.array([*prompt, *ids]))
@@ -367,15 +403,35 @@ class Trainer:
             return
         self.logs.metrics.sync()
         self.logs.validation.sync()
-        path = checkpoint.save(self.run.checkpoints, self.state.snapshot(), self.run.recipe)
+        snapshot = replace(self.state.snapshot(), base=self._base_unchanged())
+        path = checkpoint.save(self.run.checkpoints, snapshot, self.run.recipe)
         removed = checkpoint.rotate(self.run.checkpoints, self.config.loop.keep, self._anchors())
         self.logs.event("save", step=self.state.step, removed=removed)
         self.listener.saved(self.state.step, path)
 
+    def _base_unchanged(self) -> str | None:
+        """Return the digest of the frozen base, None without one. Raises Fault if it is no longer the run's."""
+        if not self.state.base:
+            return None
+        from mlxdet.model.lora import base_digest
+
+        digest = base_digest({name: np.array(w) for name, w in self.state.base.items()})
+        if digest != self.run.base:
+            raise Fault(
+                f"step {self.state.step}: the frozen base has changed (digest {digest} instead of {self.run.base}), so "
+                f"nothing is saved: do not trust this machine"
+            )
+        return digest
+
+    def _branch(self) -> dict[str, int]:
+        """Return what a line of the logs says about the rollbacks before it."""
+        detour = len(self.state.past.detours)
+        return {"detour": detour} if detour else {}
+
     def _anchors(self) -> set[int]:
-        """Return the steps whose checkpoints a rollback may still ask for."""
-        back = self.config.optim.rollback_steps
+        """Return the steps whose checkpoints are kept: where a fork began, and what a rollback may still ask for."""
+        first, back = {self.run.first}, self.config.optim.rollback_steps
         if self.policy != "rollback":
-            return set()
+            return first
         oldest = target(self.state.step + 1, self.state.past.detours, back)
-        return {self.run.first, *range(oldest, self.state.step + 1, back)}
+        return first | {oldest, *(s for s in range(oldest, self.state.step + 1) if s % back == 0)}

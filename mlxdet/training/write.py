@@ -1,10 +1,13 @@
 """Text from a run on disk: its checkpoint, its tokenizer, and a seed of its own."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from mlxdet import backends
+from mlxdet.data.templates import Renderer, Turn
 from mlxdet.data.tokenizer import Tokenizer, load_tokenizer
 from mlxdet.errors import UsageError
 from mlxdet.seeds import Splitmix64, parse_seed, stream
@@ -20,11 +23,13 @@ def write(
     top_k: int = 0,
     seed: int | str = 0,
     step: int | None = None,
+    ask: bool = False,
 ) -> Iterator[str]:
     """Yield pieces of the text that the run's model writes after `prompt` (the prompt not included).
 
+    With `ask` the prompt is what a user says, written in the run's template, and the text ends where the answer does.
     The checkpoint is `step`'s, or the newest. Raises UsageError for an empty prompt, an unusable seed or temperature, a
-    run without a checkpoint, or a tokenizer that is not the one the run was trained with.
+    run without a checkpoint, a run on text that is asked, or a tokenizer that is not the run's.
     """
     run = run if isinstance(run, Run) else Run(run)
     draws = Splitmix64(stream(parse_seed(seed), "generate"))
@@ -33,20 +38,61 @@ def write(
     tokenizer = load_tokenizer(run.config.data.tokenizer)
     if tokenizer.digest != run.manifest["corpus"].get("tokenizer", {}).get("digest", ""):
         raise UsageError(f"{run.config.data.tokenizer}: not the tokenizer that {run.path} was trained with")
-    ids = tokenizer.encode(prompt).tolist()
-    if not ids:
-        raise UsageError("--prompt: give at least one character to go on from")
+    end: list[int] = []
+    if not prompt:
+        raise UsageError(f"--{'ask' if ask else 'prompt'}: give at least one character to go on from")
+    if ask:
+        if run.config.tune.objective == "lm":
+            raise UsageError(f"--ask: {run.path} was trained on text, so it has no template; use --prompt")
+        renderer = Renderer(run.config.data.template, tokenizer)
+        turns = [Turn("user", prompt)]
+        if renderer.spells_marker(turns):
+            raise UsageError(f"--ask: the text spells a marker of the template {renderer.template.name}")
+        ids, end = renderer.prompt(turns).tolist(), renderer.end
+        if len(ids) >= (context := run.config.model.context or 0):
+            raise UsageError(f"--ask: {len(ids)} tokens with the template; a context of {context} leaves no answer")
+    else:
+        ids = tokenizer.encode(prompt).tolist()
+    complete = completer(run, step, temperature=temperature, top_k=top_k, rng=draws)
+    return _pieces(tokenizer, until(complete(ids, tokens), end))
+
+
+def completer(
+    run: Run, step: int | None = None, *, temperature: float = 0.0, top_k: int = 0, rng: Splitmix64 | None = None
+) -> Callable[[Sequence[int] | np.ndarray, int], Iterator[int]]:
+    """Return a function (ids, n): the n ids that the run's model goes on with, as an iterator.
+
+    `step`: of the checkpoint, default the newest; 0 means the weights before the first step. `rng`: where draws come
+    from (none are made at temperature 0). Raises UsageError if there is no such checkpoint.
+    """
     backend = backends.activate(run.config.loop.device, run.config.loop.kernels)
     from mlxdet.model.generate import generate
-    from mlxdet.model.ops import ops_for
-    from mlxdet.training.step import DTYPES, State
+    from mlxdet.training.states import States
+    from mlxdet.training.step import TrainStep
 
-    state = State.of(run.load(step))
-    stream_of_ids = generate(
-        state.weights, run.config.model, ops_for(backend), DTYPES[run.config.model.dtype], ids, tokens,
-        temperature=temperature, top_k=top_k, rng=draws,
-    )  # fmt: skip
-    return _pieces(tokenizer, stream_of_ids)
+    step_fn = TrainStep(run.config, run.manifest["corpus"]["vocab"], backend)
+    states = States(run, run.config, step_fn.vocab)
+    model = step_fn.model(states.initial() if step == 0 else states.of(run.load(step)))
+    draws = rng or Splitmix64(stream(0, "generate"))
+
+    def complete(ids: Sequence[int] | np.ndarray, tokens: int) -> Iterator[int]:
+        prompt = [int(i) for i in ids]
+        return generate(model, run.config.model, step_fn.ops, step_fn.dtype, prompt, tokens,
+                        temperature=temperature, top_k=top_k, rng=draws)  # fmt: skip
+
+    return complete
+
+
+def until(ids: Iterator[int], end: Sequence[int]) -> Iterator[int]:
+    """Yield ids up to the first place where they spell `end`, without it; all of them if it is empty or never comes."""
+    held: list[int] = []  # the longest tail that may become `end`
+    for token in ids:
+        held.append(token)
+        if end and held == [*end]:
+            return
+        while held and held != [*end[: len(held)]]:
+            yield held.pop(0)
+    yield from held
 
 
 def _pieces(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:

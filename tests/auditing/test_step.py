@@ -82,12 +82,29 @@ def test_every_setting_that_decides_bits_leaves_the_step_without_a_leak():
     """Each choice of each switch, and both ends of each number that has them."""
     base = {"preset": "nano", "layers": 1, "context": 16, "batch": 2, "steps": 50}
     for name, field in configs.FIELDS.items():
-        if field.comfort or name in (*base, "kernels", "device"):
+        if field.comfort or name in (*base, "kernels", "device", *configs.TUNE, *configs.ROWS):
             continue
         for value in field.choices or ([field.low] if field.low and field.kind is float else []):
             for target in ("metal", "cuda"):
                 values = base | {name: value}
                 assert audit_step(config(**values), 256, target).ok, values
+
+
+@pytest.mark.parametrize("objective", ["lm", "sft", "dpo", "orpo", "simpo"])
+@pytest.mark.parametrize("lora", [{}, {"base": "x", "lora_rank": 4}])
+@pytest.mark.parametrize("vocab", [256, 5000])
+def test_no_objective_has_a_leak_with_adapters_or_without(objective, lora, vocab):
+    """And the control arm has it where the embedding is trained, and only there: with LoRA it is frozen."""
+    base = {"preset": "nano", "layers": 1, "context": 16, "batch": 2, "steps": 50, "accumulation": 2}
+    more = {"base": "x"} if objective == "dpo" else {"dropout": 0.1} | ({"lora_dropout": 0.1} if lora else {})
+    for packing in (False, True) if objective == "sft" else (False,):
+        values = base | more | lora | {"objective": objective, "packing": packing}
+        for target in ("metal", "cuda"):
+            assert (found := audit_step(config(**values), vocab, target)).ok and found.primitives > 100, str(found)
+        control = audit_step(config(**values, kernels="default"), vocab, "metal")
+        tables = {f.where.split(".", 1)[1] for f in control.findings}
+        assert tables == (set() if lora else {"token_embedding.weight"} | (
+            {"position_embedding.weight"} if packing else set())), str(control)  # fmt: skip
 
 
 def test_the_audit_leaves_the_step_as_it_was(backend):

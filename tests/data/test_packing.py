@@ -80,7 +80,7 @@ def test_the_check_sees_a_hidden_state(tmp_path: Path) -> None:
     """Negative control: an order that is drawn in sequence."""
 
     class Sequential(RecordBatches):
-        def samples(self, step: int) -> list[list[int]]:
+        def samples(self, step: int, detour: int = 0) -> list[list[int]]:
             self.rng = getattr(self, "rng", np.random.default_rng(self.data_seed))
             return [[int(i)] for i in self.rng.integers(0, self.train_rows, 6)]
 
@@ -444,3 +444,18 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         batches(corpus(tmp_path, "preference", 5), True)
     with pytest.raises(ValueError, match="from 1"):
         batches(data, False).batch(0)
+
+
+@pytest.mark.parametrize(("kind", "packing"), CASES)
+def test_a_detour_reads_other_rows_drawn_by_its_own_key(kind: str, packing: bool, tmp_path: Path) -> None:
+    from mlxdet.seeds import Splitmix64, stream
+
+    data = corpus(tmp_path, kind)
+    kw: Any = {"batch": 3, "accumulation": 2, "data_seed": 7, "val_fraction": 0.1, "val_windows": 10}
+    batches = RecordBatches(data, packing=packing, **kw)
+    for step, detour in ((1, 1), (5, 2)):
+        want = list(map(int, Splitmix64(stream(7, "detour", step, detour)).integers(6, batches.train_rows)))
+        got = batches.batch(step, detour)
+        assert got.rows.tolist() == data.kept[want].tolist() == batches.rows(step, detour).tolist()
+        assert got.digest != batches.batch(step).digest and got.tokens.shape[0] == 2
+        assert len(got.spans) == 6 * data.sides

@@ -12,7 +12,8 @@ import pytest
 import mlxdet
 from mlxdet.errors import UsageError
 from mlxdet.formats import Checkpoint, from_numpy, write_safetensors
-from mlxdet.measure.compare import compare, module_path
+from mlxdet.measure.compare import compare
+from mlxdet.measure.names import module_path
 from tests.conftest import mlxdet as run_mlxdet
 
 

@@ -520,7 +520,19 @@ def test_comfort_is_listed_apart_and_explains_nothing(tmp_path):
 def test_every_setting_is_a_cause_exactly_if_it_is_not_comfort():
     for name, f in FIELDS.items():
         (cause,) = causes(MANIFEST, manifest(**{f"config__{f.section}__{name}": "other"}))
-        assert cause.name == name and cause.decides is not f.comfort
+        decides = not f.comfort and name not in (
+            "lora_targets",
+            "base",
+        )  # no adapters here; a base counts by its digest
+        assert cause.name == name and cause.decides is decides, name
+
+
+def test_of_a_base_its_digest_is_a_cause_and_its_place_is_not():
+    a, b = (MANIFEST | {"base": {"run": run, "step": 3, "digest": digest}} for run, digest in (("x", "1"), ("y", "1")))
+    assert causes(a, b) == []
+    other = b | {"base": {"run": "x", "step": 3, "digest": "2"}}
+    assert [(c.kind, c.name, c.decides) for c in causes(a, other)] == [("manifest", "base.digest", True)]
+    assert [(c.name, c.a) for c in causes(MANIFEST, a)] == [("base.digest", None)]
 
 
 def test_identical_in_another_environment_is_identical_and_says_so(twin):

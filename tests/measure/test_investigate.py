@@ -63,7 +63,7 @@ def random_bytes(n):
 @pytest.mark.parametrize(
     ("settings", "fill"),
     [
-        (SMALL, lambda n: b"Q" * n),
+        (WIDE | {"batch": 8}, lambda n: b"Q" * n),
         (WIDE, random_bytes),
         (WIDE | {"dropout": 0.1, "batch": 2, "accumulation": 2, "max_lr": 2e-2}, random_bytes),
     ],
@@ -83,7 +83,9 @@ def test_a_poisoned_row_is_data_and_is_named(text, tmp_path, capsys, settings, f
     assert found["verdict"] == "data" and found["together"]["rows"] == [ROW] and found["first_difference"] is None
     line = (tmp_path / "poisoned.txt").read_bytes()[:at].count(b"\n") + 1
     assert found["causes"] == [f"row {ROW}: {tmp_path / 'poisoned.txt'}, line {line}, byte {at} (token {at})"]
-    assert found["without"][0]["rows"] == [ROW] and len(found["without"]) == 4 * (2 if settings is SMALL else 1)
+    assert found["without"][0]["rows"] == [ROW] and len(found["without"]) == settings["batch"] * settings.get(
+        "accumulation", 1
+    )
     worst = found["rows"][0]
     assert (worst["row"], worst["token"], worst["line"]) == (ROW, at, line)
     assert [p["name"] for p in found["places"]] == ["before the step", "20 steps earlier", "another init seed"]
@@ -117,24 +119,25 @@ def test_a_bad_weight_in_a_checkpoint_is_state_and_is_named(copy, capsys):
     assert f"{name}[101, 3]" in said
 
 
-@pytest.mark.parametrize("bit", [26, 30])
+@pytest.mark.parametrize("bit", [27, 30])
 def test_a_flipped_bit_of_a_gradient_is_machine(text, tmp_path, monkeypatch, bit):
-    """Bit 26 makes the norm large, bit 30 infinite, which stops the training."""
+    """Bit 27 makes the norm large, bit 30 infinite, which stops the training."""
+    settings = SMALL | {"batch": 32}  # summed over more tokens, some values are above 2: bit 27 then makes them larger
     with monkeypatch.context() as m:
         m.setattr(TrainStep, "begin", TrainStep.begin)  # so that the fault is undone at the end
         faults.flip_bit(69, bit)
-        if bit == 26:
-            run = train(text, tmp_path / "run", **SMALL)
+        if bit == 27:
+            run = train(text, tmp_path / "run", **settings)
         else:
             with pytest.raises(Fault, match=r"step 69: .*not finite"):
-                train(text, tmp_path / "run", **SMALL)
+                train(text, tmp_path / "run", **settings)
             run = Run(tmp_path / "run")
     found = investigate(run, 69)
     assert found.verdict == "machine" and found.first_difference[:2] == (69, "grad_norm")
     assert found.logged.reason in ("gradient norm", "not finite") and found.replayed.reason is None
     assert found.repeats_identical == verdict.REPEATS and found.places == []
     assert "the spike does not come again: step 69 does not reproduce: grad_norm was logged as" in found.headline
-    if bit == 26:
+    if bit == 27:
         later = investigate(run, 75)  # no spike, and still it is said where the log went wrong
         assert later.verdict == "no spike" and later.first_difference[:2] == (69, "grad_norm")
 
@@ -246,3 +249,55 @@ def test_one_row_of_many_is_found_group_by_group(clean):
     probe.measure = lambda *args: tried.append(args) or measure(*args)
     found = leave_out(probe, state, many, Limits(None, None, CONFIRM), groups=10)
     assert found[0].rows == (77,) and len(tried) <= 20
+
+
+@pytest.mark.parametrize(("batch", "bad"), [(8, (1, 6)), (40, (3, 31))])
+def test_two_poisoned_rows_are_both_named(tmp_path, batch, bad):
+    """Of 40 rows only one group is searched row by row; the second row is in another."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"abcdefghijklmnop" * 4000)
+    settings = SMALL | {
+        "context": 16,
+        "batch": batch,
+        "steps": 80,
+        "spike_window": 20,
+        "warmup": 5,
+        "spike_factor": 4.0,
+    }
+    rows = Replayer(train(text, tmp_path / "rows", **(settings | {"steps": 1, "warmup": 0}))).batches.rows(77)
+    raw = bytearray(text.read_bytes())
+    for i in bad:
+        raw[rows[i] : rows[i] + 17] = np.random.default_rng(i).integers(128, 256, 17, np.uint8).tobytes()
+    text.write_bytes(raw)
+    found = investigate(train(text, tmp_path / "run", **settings), 77)
+    assert found.verdict == "data" and sorted(found.together.rows) == list(bad)
+    assert sorted(c.split(":")[0] for c in found.causes) == [f"row {i}" for i in bad]
+
+
+def test_where_no_batch_is_finite_it_is_not_these_rows(text, tmp_path):
+    """A learning rate that ruins the model in one step ruins that of another seed too, which proves nothing."""
+    with pytest.raises(Fault, match=r"step 2: .*not finite"):
+        train(text, tmp_path / "run", **(SMALL | {"max_lr": 1e30, "warmup": 0}))
+    found = investigate(Run(tmp_path / "run"), 2)
+    assert found.verdict == "state" and [p.name for p in found.places][1:] == ["1 step earlier", "another init seed"]
+    assert found.places[1].batch.reason is None and found.places[2].typical.reason == "not finite"
+    assert [r["from"] for r in found.learning_rates] == [0, 0, 0]
+
+
+def test_without_another_state_to_try_the_rows_in_nothing_is_claimed():
+    places = [Place("before the step", 9, figure(0), figure(1), figure(1), 0, 24)]
+    found = verdict.Investigation("run", 10, figure(True), 2.0, 1.0, [], places=places)
+    verdict.conclude(found)
+    assert found.verdict == "unclear" and "no other state to try them in" in found.headline
+
+
+def test_a_step_that_was_skipped_is_skipped_at_other_learning_rates_too(text, tmp_path):
+    run, _ = poison(text, tmp_path, WIDE | {"on_spike": "skip", "spike_window": 30}, random_bytes)
+    assert [r["step"] for r in run.records() if r.get("skipped")] == [N]
+    replayer = Replayer(run)
+    state = replayer.state(N)
+    for _ in replayer.walk(state, N - 1):
+        state = _.after
+    half = TrainStep(run.config.replace(max_lr=run.config.optim.max_lr / 2), 256, replayer.backend)
+    _, after, outcome = replayer.take(state, half)
+    assert not outcome.applied.item() and after.past.skipped == 1

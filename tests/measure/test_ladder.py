@@ -219,7 +219,7 @@ def test_a_planted_race_makes_the_ladder_grow():
     rates = ["--schedule", "constant", "--warmup", "0", "--max-lr", "2e-2"]
     result = ladder([0, 4, 8, 12, 16, 20, 24, 28], flags=[*flags, *rates], trainer=planted("race"))
     distances = [rung.relfro for rung in result.rungs]
-    assert distances[0] == 0 < distances[1] and distances[-1] > 100 * distances[1], distances
+    assert distances[0] == 0 < distances[1] and distances[-1] > 3 * distances[1], distances
     assert not result.holds and len(result.failed) == 7 and result.growth.kind in ("growth", "irregular")
     assert len(result.rungs[-1].moved) == len(result.rungs[-1].pair.parts["weights"].tensors)
 

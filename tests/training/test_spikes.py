@@ -8,7 +8,7 @@ import pytest
 
 import mlxdet
 from mlxdet.cli import run as command
-from mlxdet.report.spikes import picture
+from mlxdet.report.curves import picture
 from mlxdet.training.spikes import FACTOR, MINIMUM, QUIET, WINDOW, Detector
 
 STEPS = 2000
@@ -286,16 +286,17 @@ def test_any_jsonl_with_a_loss_will_do(tmp_path, capsys):
         (None, "cannot be read"),
         (b"", 'no line has a "loss"'),
         (b'{"step": 1}\n', 'no line has a "loss"'),
-        (b'{"loss": 1.0}\nnonsense\n{"loss": 1.0}\n', ":2: not a JSON object"),
-        (b'{"loss": 1.0}\n[1]\n', ":2: not a JSON object"),
-        (b"\xff\xfe\x00\n\n", ":1: not a JSON object"),
-        (b"[" * 100_000 + b"\n\n", ":1: not a JSON object"),
+        (b'{"loss": 1.0}\nnonsense\n{"loss": 1.0}\n', ":2: is not JSON"),
+        (b'{"loss": 1.0}\n[1]\n', ":2: is not a JSON object"),
+        (b"\xff\xfe\x00\n\n", ":1: is not UTF-8"),
+        (b"[" * 100_000 + b"\n\n", ":1: is nested too deeply"),
         (b'{"loss": "high"}\n', ":1: loss is 'high', not a number"),
         (b'{"loss": null}\n', ":1: loss is None, not a number"),
         (b'{"loss": true}\n', ":1: loss is True, not a number"),
         (b'{"loss": 1, "grad_norm": [1]}\n', ":1: grad_norm is 'list', not a number"),
         (b'{"loss": 1, "step": "a\\u001b[2J"}\n', ":1: step is 'a\\x1b[2J', not a whole number"),
         (b'{"loss": 1%s}\n' % (b"0" * 400), ":1: loss is 'int', not a number"),
+        (b'{"loss": 1%s}\n' % (b"0" * 5000), ":1: holds a number beyond all measure"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_line(tmp_path, capsys, content, says):
@@ -311,3 +312,51 @@ def test_wrong_usage_is_refused(tmp_path, capsys):
     assert "not a run" in capsys.readouterr().err
     for wrong in (["--spike-factor", "nan"], ["--spike-factor", "0"], ["--spike-window", "19"]):
         assert command(["spikes", str(tmp_path), *wrong]) == 2
+
+
+def test_a_run_that_rolled_back_is_judged_as_while_training(trained, tmp_path, capsys):
+    """Step 38 spikes, back to 30; 38 spikes again, and 36 is not finite: judged by what led there, not by the rest."""
+    old = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    for file in trained.glob("*.json*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    spiked = [{**old[37], "loss": 60.0}]
+    again = [{**r, "detour": 1} for r in old[30:37]] + [{**old[37], "loss": 50.0, "detour": 1}]
+    last = [{**r, "detour": 2} for r in old[30:35]]
+    lines = [*old[:37], *spiked, *again, *last]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    stop = {"event": "spike", "step": 36, "loss": "nan", "grad_norm": "nan", "rows": [5], "detour": 2}
+    back = [{"event": "rollback", "step": 38, "to": 30, "detour": n} for n in (1, 2)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in (*back, stop)))
+    assert command(["spikes", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    steps = [s for spike in found["spikes"] for s in spike["steps"]]
+    assert [(s["step"], s["detour"]) for s in steps] == [(38, 0), (38, 1), (36, 2)]
+    assert [s["first"] for s in found["spikes"]] == [38, 38, 36]
+    # The second is judged by the 37 steps before it on its branch: neither 60.0 nor what was taken back is among them.
+    median, deviation = reference([r["loss"] for r in old], 37)
+    for s, loss in zip(steps, (60.0, 50.0), strict=False):
+        assert s["loss_median"] == median and s["loss_deviations"] == pytest.approx((loss - median) / deviation)
+    assert command(["spikes", str(tmp_path)]) == 1
+    assert f"mlxdet batches {tmp_path} --step 38 --detour 0" in capsys.readouterr().out
+
+
+def test_the_rule_is_the_runs_unless_another_is_asked_for(text, tmp_path, capsys):
+    run = mlxdet.train(
+        mlxdet.TrainConfig.of(
+            data=[str(text)], preset="nano", steps=3, batch=2, context=16, layers=1, val_every=0, device="cpu",
+            spike_window=30, spike_factor=4.5,
+        ),
+        tmp_path / "run",
+    )  # fmt: skip
+    for options, rule in (([], (30, 4.5)), (["--spike-window", "50"], (50, 4.5)), (["--spike-factor", "7"], (30, 7))):
+        assert command(["spikes", str(run.path), "--json", *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["window"], found["factor"]) == rule
+
+
+def test_a_narrow_terminal_cuts_no_number(trained, tmp_path, capsys, monkeypatch):
+    planted(trained, tmp_path, lambda r: r[34].update(loss=40.0))
+    monkeypatch.setenv("COLUMNS", "60")
+    assert command(["spikes", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "40.0000" in said and "…" not in said and "too narrow for: median" in said

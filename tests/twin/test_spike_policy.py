@@ -3,14 +3,18 @@
 import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import mlxdet
+from mlxdet.cli import run as command
 from mlxdet.config import TrainConfig
 from mlxdet.data import open_corpus
 from mlxdet.errors import Fault, UsageError
@@ -20,6 +24,8 @@ from mlxdet.training.corpora import text_batches
 from mlxdet.training.detours import Detour, detour_at, factor_at, target
 from mlxdet.training.run import Run
 from mlxdet.training.schedule import learning_rate
+from mlxdet.training.spikes import Detector
+from mlxdet.training.trainer import Quiet
 
 SHAPE = {"preset": "nano", "layers": 1, "width": 16, "heads": 2, "context": 16, "mlp": 32, "batch": 4}
 RECIPE = SHAPE | {
@@ -287,8 +293,10 @@ def test_where_a_rollback_goes_and_what_it_changes():
     assert factor_at(detours, 500, 0.5, 20) == 1.0
 
 
+@pytest.mark.parametrize("cadence", [{}, {"save_every": 1, "val_every": 1, "keep": 1}], ids=["seldom", "each step"])
 @pytest.mark.parametrize("policy", ["warn", "skip", "stop", "rollback"])
-def test_a_nan_stops_before_the_update_and_is_never_saved(texts, tmp_path, monkeypatch, policy):
+def test_a_nan_stops_before_the_update_and_is_never_saved(texts, tmp_path, monkeypatch, policy, cadence):
+    """A weight is made NaN after step 2: it stops in step 3, however often it saves or validates."""
     from mlxdet.training import trainer
 
     whole = trainer.Trainer._record
@@ -300,10 +308,162 @@ def test_a_nan_stops_before_the_update_and_is_never_saved(texts, tmp_path, monke
             self.state.weights[name] = self.state.weights[name] * self.mx.array(float("nan"))
 
     monkeypatch.setattr(trainer.Trainer, "_record", planted)
-    with pytest.raises(Fault, match=r"step 3|step 4|not finite") as caught:
-        mlxdet.train(config(texts[0], on_spike=policy, save_every=2, steps=12), tmp_path / "run")
-    assert "Rows of the batch" in str(caught.value) or "is not finite, so it is not saved" in str(caught.value)
+    options = {"save_every": 2, "val_every": 2, "steps": 12} | cadence
+    with pytest.raises(Fault, match=r"^step 3: loss nan, gradient norm nan: not finite") as caught:
+        mlxdet.train(config(texts[0], on_spike=policy, **options), tmp_path / "run")
     run = Run(tmp_path / "run")
+    detour = 3 if policy == "rollback" else 0
+    assert f"Rows of the batch: {texts[2].rows(3, detour).tolist()}" in str(caught.value)
+    assert run.steps() == ([1] if cadence else [])
     for step in run.steps():
         assert all(np.isfinite(w).all() for w in run.load(step).weights.values())
-    assert run.steps() in ([], [2])
+    assert all(r["step"] < 3 and np.isfinite(r["loss"]) for r in [*run.records(), *run.records("validation.jsonl")])
+
+
+def test_a_damaged_checkpoint_is_seen_before_a_rollback_takes_anything_away(texts, tmp_path):
+    class Damage(Quiet):
+        def spiked(self, spike, action):
+            file = tmp_path / "run" / "checkpoints" / "00000040" / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-1])
+
+    with pytest.raises(UsageError, match=r"00000040/model\.safetensors: damaged"):
+        mlxdet.train(config(texts[1], on_spike="rollback"), tmp_path / "run", listener=Damage())
+    run = Run(tmp_path / "run")
+    assert run.steps() == [20, 25, 40, 50] and run.past().detours == ()
+
+
+@pytest.mark.parametrize("spikes_again", [True, False])
+def test_an_inexact_resume_from_before_a_rollback(trained, tmp_path, monkeypatch, spikes_again):
+    """It takes the rollback again or, in an environment where there is no spike, does not; the logs agree with that."""
+    from mlxdet.measure.replay import replay
+    from mlxdet.training import spikes
+
+    path = Path(shutil.copytree(trained["rollback"].path, tmp_path / "run"))
+    for step in (50, 60, 75, 80, 90):
+        shutil.rmtree(path / "checkpoints" / f"{step:08d}")
+    manifest = json.loads((path / "run.json").read_text())
+    manifest["environment"]["decides"]["mlx"] = "0.1.2"
+    (path / "run.json").write_text(json.dumps(manifest))
+    with monkeypatch.context() as m:
+        if not spikes_again:
+            m.setattr(spikes.Limits, "thresholds", lambda self: (float("inf"),) * 4)
+        run = mlxdet.resume(path, inexact=True)
+    assert run.past().detours == ((Detour(60, 40),) if spikes_again else ())
+    assert [r["step"] for r in run.records()] == list(range(1, 91))
+    found = replay(run, 90, start=0)
+    assert (found.logged, found.same) == (90, 90)
+    assert command(["batches", str(path), "--step", "50", "--detour", "1"]) == (0 if spikes_again else 2)
+
+
+def test_an_interrupt_in_the_same_turn_as_a_rollback(trained, texts, tmp_path):
+    class Interrupt(Quiet):
+        def spiked(self, spike, action):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = mlxdet.train(config(texts[1], on_spike="rollback"), tmp_path / "run", listener=Interrupt())
+    assert (run.stopped, run.steps()) == ("interrupted", [20, 25, 40, 41])
+    assert content(mlxdet.resume(run.path)) == content(trained["rollback"])
+
+
+@pytest.mark.parametrize("lines", [1, 2, 5])
+def test_a_full_disk_around_a_rollback(trained, texts, tmp_path, monkeypatch, lines):
+    """After the spike so many lines of a log still fit, and half of one more."""
+    from mlxdet.training import run as runs
+
+    left = []
+
+    class Spiked(Quiet):
+        def spiked(self, spike, action):
+            left[:] = left or [lines]
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def write(self, data):
+            if left and (left.append(left.pop() - 1) or left[0] < 0):
+                self.file.write(data[: len(data) // 2])
+                raise OSError(28, "No space left on device")
+            return self.file.write(data)
+
+    whole = runs.Log.__init__
+
+    def log(self, path, keyed):
+        whole(self, path, keyed)
+        self._file = Full(self._file)
+
+    with monkeypatch.context() as m:
+        m.setattr(runs.Log, "__init__", log)
+        with pytest.raises(Fault, match="the disk is full; the last good checkpoint is untouched"):
+            mlxdet.train(config(texts[1], on_spike="rollback"), tmp_path / "run", listener=Spiked())
+    assert content(mlxdet.resume(tmp_path / "run")) == content(trained["rollback"])
+
+
+def test_a_policy_without_detection_is_refused_at_a_resume_too(trained, texts, tmp_path):
+    without = mlxdet.train(config(texts[0], steps=5, spike_detect=False), tmp_path / "run")
+    for run, changes in (
+        (trained["stop"], {"spike_detect": False}),
+        (without, {"on_spike": "stop"}),
+        (without, {"on_spike": "skip"}),
+    ):
+        with pytest.raises(UsageError, match="--no-spike-detect: --on-spike"):
+            mlxdet.resume(run.path, changes=changes)
+
+
+@pytest.mark.parametrize(
+    ("log", "old", "new", "line"),
+    [
+        ("metrics.jsonl", '{"step": 7, "loss"', '{"step": 7, "lost"', 7),
+        ("metrics.jsonl", '{"step": 7,', '{"step": "7",', 7),
+        ("metrics.jsonl", '{"step": 7,', "[", 7),
+        ("metrics.jsonl", '"detour": 1}', '"detour": "1"}', 61),
+        ("validation.jsonl", '{"step": 30', '{"stop": 30', 2),
+        ("events.jsonl", '"to": 40', '"too": 40', 7),
+        ("events.jsonl", '{"event": "save"', '"save"', 2),
+    ],
+)
+def test_a_log_that_was_edited_is_named_by_line(trained, tmp_path, capsys, log, old, new, line):
+    run = Path(shutil.copytree(trained["rollback"].path, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "00000090")
+    text = (run / log).read_text()
+    (run / log).write_text(text.replace(old, new, 1))
+    verbs = ["resume"] if log == "metrics.jsonl" or log == "validation.jsonl" else []
+    for verb in [*verbs, *(["replay", "investigate", "batches"] if log != "validation.jsonl" else [])]:
+        assert command([verb, str(run), *([] if verb == "resume" else ["--step", "70"])]) == 2, verb
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"{log}:{line}: not a line of this log; the file was changed" in said, verb
+
+
+def test_nothing_is_looked_into_unless_asked_for(texts, tmp_path):
+    """Per-row losses and norms are in modules that a training does not even import, spike or not."""
+    code = """
+import sys, mlxdet
+from mlxdet.cli import run as command
+from mlxdet.config import TrainConfig
+run = mlxdet.train(TrainConfig.of(**eval(sys.argv[1])), sys.argv[2])
+assert any(e["event"] == "spike" for e in run.records("events.jsonl"))
+sys.exit(any(name.startswith("mlxdet.measure") for name in sys.modules))
+"""
+    options = {"data": (str(texts[1]),), **RECIPE, "steps": 61}
+    done = subprocess.run([sys.executable, "-c", code, repr(options), str(tmp_path / "run")], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-500:]
+
+
+def test_detection_costs_less_than_a_hundredth_of_a_step(trained, text, tmp_path):
+    """CPU seconds, so that a busy machine does not decide; of nano with 8 rows, a short step."""
+    options = {"preset": "nano", "batch": 8, "steps": 20, "val_every": 0, "save_every": 0, "device": "cpu"}
+    start = time.process_time()
+    mlxdet.train(TrainConfig.of(data=(str(text),), **options, spike_detect=False), tmp_path / "run")
+    step = (time.process_time() - start) / 20
+    records = [r for _ in range(12) for r in trained["warn"].records()]
+    detector, costs = Detector.after(records), []
+    for _ in range(5):
+        start = time.process_time()
+        for r in records[:200]:
+            detector.limits().thresholds()
+            detector.see(r["step"], r["loss"], r["grad_norm"])
+        costs.append((time.process_time() - start) / 200)
+    assert min(costs) < 0.01 * step

@@ -18,7 +18,7 @@ from mlxdet.errors import UsageError
 from mlxdet.formats import Checkpoint, Tensor, open_checkpoint
 from mlxdet.formats.source import quote
 from mlxdet.measure.names import Naming, grouping, pattern
-from mlxdet.measure.numbers import Numbers, if_identical, measure, total
+from mlxdet.measure.numbers import Numbers, counted, if_identical, measure, total
 from mlxdet.measure.trees import from_tree
 from mlxdet.measure.values import INTEGERS
 
@@ -123,7 +123,7 @@ class Comparison:
         if not self.tensors:
             return "unclear", f"no tensor was compared ({gaps or 'both are empty'})"
         if not self.moved and not gaps:
-            return "identical", f"all bits of {len(self.tensors)} tensors"
+            return "identical", f"all bits of {counted(len(self.tensors), 'tensor')}"
         distance, what = self._distance
         if distance is None:
             return "unclear", f"no distance: {what}"

@@ -138,7 +138,9 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 if __name__ == "__main__":
+    from mlxdet import backends
     from mlxdet.cli import main
 
+    backends.activate("auto")  # some faults import MLX, and only before that can it be pinned
     FAULTS[sys.argv[1]]()
     main(sys.argv[2:])

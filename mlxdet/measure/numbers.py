@@ -80,9 +80,9 @@ class Numbers:
     def undefined(self) -> str | None:
         """Why there is no relative distance, or None if there is one."""
         if self.opaque:
-            return f"{_count(self.opaque, 'differing byte')} of a dtype without numeric form"
+            return f"{counted(self.opaque, 'differing byte')} of a dtype without numeric form"
         if self.unmatched:
-            return f"NaN or infinite on one side only: {_count(self.unmatched, 'slot')}"
+            return f"NaN or infinite on one side only: {counted(self.unmatched, 'slot')}"
         if self.differing and self.aa == 0:
             return "the reference is zero" + (" where it is finite" if self.nan_a or self.inf_a else "")
         return None
@@ -111,7 +111,8 @@ class Numbers:
         return {name: getattr(self, name) for name in names} | distances | {"cosine": self.cosine}
 
 
-def _count(n: int, what: str) -> str:
+def counted(n: int, what: str) -> str:
+    """Return "1 slot", "3 slots"."""
     return f"{n} {what}{'s' if n != 1 else ''}"
 
 

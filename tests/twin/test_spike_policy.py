@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ from mlxdet.training.corpora import text_batches
 from mlxdet.training.detours import Detour, detour_at, factor_at, target
 from mlxdet.training.run import Run
 from mlxdet.training.schedule import learning_rate
-from mlxdet.training.spikes import Detector
 from mlxdet.training.trainer import Quiet
 
 SHAPE = {"preset": "nano", "layers": 1, "width": 16, "heads": 2, "context": 16, "mlp": 32, "batch": 4}
@@ -450,20 +448,3 @@ sys.exit(any(name.startswith("mlxdet.measure") for name in sys.modules))
     options = {"data": (str(texts[1]),), **RECIPE, "steps": 61}
     done = subprocess.run([sys.executable, "-c", code, repr(options), str(tmp_path / "run")], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-500:]
-
-
-def test_detection_costs_less_than_a_hundredth_of_a_step(trained, text, tmp_path):
-    """CPU seconds, so that a busy machine does not decide; of nano with 8 rows, a short step."""
-    options = {"preset": "nano", "batch": 8, "steps": 20, "val_every": 0, "save_every": 0, "device": "cpu"}
-    start = time.process_time()
-    mlxdet.train(TrainConfig.of(data=(str(text),), **options, spike_detect=False), tmp_path / "run")
-    step = (time.process_time() - start) / 20
-    records = [r for _ in range(12) for r in trained["warn"].records()]
-    detector, costs = Detector.after(records), []
-    for _ in range(5):
-        start = time.process_time()
-        for r in records[:200]:
-            detector.limits().thresholds()
-            detector.see(r["step"], r["loss"], r["grad_norm"])
-        costs.append((time.process_time() - start) / 200)
-    assert min(costs) < 0.01 * step

@@ -45,7 +45,7 @@ def text(tmp_path_factory) -> Path:
         written.append(sentence.capitalize() + (".\n" if draw(4) == 0 else ". "))
         size += len(written[-1])
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(written))
+    path.write_text("".join(written)[:50_000])
     return path
 
 

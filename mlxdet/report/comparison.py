@@ -7,14 +7,14 @@ from rich.text import Text
 from mlxdet.formats.source import escape
 from mlxdet.measure.compare import Comparison, TensorDifference
 from mlxdet.measure.numbers import Numbers
-from mlxdet.report.tables import number, plain, put, show, table
+from mlxdet.report.tables import number, plain, put, say, show, table
 
 COLORS = {"identical": "bold green", "same": "green", "unclear": "yellow", "different": "bold red"}
 
 
 def print_comparison(found: Comparison, console: Console, top: int) -> None:
     """Print `found`, with at most `top` tensors and groups (0: all)."""
-    console.print(Text(f"A  {escape(found.a)}\nB  {escape(found.b)}"))
+    say(console, f"A  {escape(found.a)}\nB  {escape(found.b)}")
     moved = found.moved
     if moved:
         shown = moved[: top or None]
@@ -28,7 +28,7 @@ def print_comparison(found: Comparison, console: Console, top: int) -> None:
             _print_groups(console, groups, found, top)
     console.print()
     for line in _lines(found):
-        console.print(Text(escape(line)))
+        say(console, escape(line))
     console.print(Text(found.verdict, COLORS[found.verdict]) + Text(f": {found.reason}"), soft_wrap=True)
 
 

@@ -1,6 +1,7 @@
 """Shared by all tests: the command line in a process of its own, and a text to train on."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 from mlxdet import backends
 
+# Where the tests run in the background of a script, interrupts are ignored, by us and so by all that we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Two workers with two spinning BLAS threads each would fight over two cores. `evals/determinism-smoke` runs with all.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Before any test module imports MLX: a BLAS can only be loaded first.

@@ -104,11 +104,11 @@ def run(args: list[str]) -> int:
     except MlxdetError as error:
         return _complain(f"mlxdet: {error}", error.exit_code, debug)
     except BrokenPipeError:
-        # The reader of our output went away (`mlxdet ... | head`): no error of ours, and nothing more to print.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()  # the reader of our output went away (`mlxdet ... | head`): no error of ours
         return 0
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _print_no_more()
             return _complain(f"mlxdet: nothing more can be written: {error.strerror}", 2, debug)
         from mlxdet.formats import FormatError
 
@@ -117,6 +117,11 @@ def run(args: list[str]) -> int:
         return _complain(
             f"mlxdet: a defect of mlxdet itself, {type(error).__name__}: {error}. --debug shows the traceback", 1, debug
         )
+
+
+def _print_no_more() -> None:
+    """Let what is still in the buffer go nowhere: Python would try to write it at the exit, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, code: int, debug: bool) -> int:

@@ -244,10 +244,11 @@ def test_threads_do_not_reach_a_bit(monkeypatch):
     p = rng.standard_normal(3 * numbers.TASK + 17, dtype=np.float32)
     q = p + np.float32(1e-4) * rng.standard_normal(p.size, dtype=np.float32)
     a, b = from_numpy(p).data, from_numpy(q).data
-    first = measure("F32", a, "F32", b)
+    first, same = measure("F32", a, "F32", b), if_identical("F32", a, a.copy())
     one_thread = numbers.ThreadPoolExecutor(1)
     monkeypatch.setattr(numbers, "_threads", lambda: one_thread)
     assert measure("F32", a, "F32", b) == first
+    assert if_identical("F32", a, a.copy()) == same
     assert first.relfro == pytest.approx(
         np.linalg.norm(p.astype(np.float64) - q) / np.linalg.norm(p.astype(np.float64)), rel=1e-10
     )

@@ -15,6 +15,7 @@ A row holds at most context + 1 tokens: the last one is only ever a target.
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,7 @@ class Dropped(NamedTuple):
     tokens: int
 
 
-class RecordCorpus:
+class RecordCorpus(ABC):
     """What all three have in common. Samples are the rows that are kept, counted from 0; `rows` are all of them.
 
     A sample is a tuple of token sequences: one, or for preferences two (chosen, rejected).
@@ -187,9 +188,9 @@ class RecordCorpus:
                 self._ignored[name if known else "(others)"] += 1
         return conversations
 
+    @abstractmethod
     def conversations(self, form: tuple[str, ...], record: dict[str, Any]) -> list[list[Turn]]:
         """Return the conversations of a record that has all fields of `form`, one per side. Raises RowError."""
-        raise NotImplementedError
 
     def _render(self, conversations: list[list[Turn]]) -> tuple[Tokens, ...]:
         """Return the tokens of a row, whatever their length. Turns after the last scored one are left out."""
